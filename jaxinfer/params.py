@@ -1,0 +1,37 @@
+"""ParamSpec: a weight described once; shapes, sharding, initial values and loading all follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One leaf of the parameter tree.
+
+    Attributes:
+        shape: shape on the device.
+        axes: a logical axis name (or None) for every dimension; ShardingRules map them to a mesh.
+        dtype: None for the engine's dtype, or a fixed one ("float32") for leaves that must not be cast.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Where a leaf comes from: checkpoint tensors, read in the checkpoint's own orientation.
+
+    Attributes:
+        sources: tensor names; several are concatenated along `concat`.
+        concat: axis of the concatenation, in the checkpoint's orientation.
+        transpose: swap the last two axes after the concatenation.
+        rows: (start, stop) on axis 0 of a single source, for fused checkpoints that must be split.
+    """
+
+    sources: tuple[str, ...]
+    concat: int = 0
+    transpose: bool = False
+    rows: tuple[int, int] | None = None
