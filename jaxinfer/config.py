@@ -1,0 +1,115 @@
+"""EngineConfig: how the engine runs a model. Frozen and checked once, at construction.
+
+Every field is applied by the engine or refused here; tests walk all of them. ModelConfig, the
+shape of the model itself, is in model_config.py. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxinfer.errors import ConfigError
+from jaxinfer.layout import StepShape
+
+POLICIES = ("fcfs", "priority", "lpm")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WARMUPS = ("lazy", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Engine options.
+
+    Attributes:
+        dtype: compute dtype; "auto" is float32 on CPU and the checkpoint's own (bfloat16) on GPU.
+        max_model_len: longest prompt + output in tokens; None takes the model's, cut to what the pool holds.
+        page_size: tokens a page, a power of two.
+        num_pages: pages of the TOKEN pool; None sizes it from `memory_fraction` of the free memory.
+        memory_fraction: share of the free device (CPU: host) memory that pools may take, in (0, 1].
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens a step feeds at most (decode rows first, then prefill chunks).
+        max_partial_prefills: prompts that may be partly prefilled at once.
+        long_prefill_threshold: most tokens that one prompt may take of a step; 0 is no limit.
+        policy: order of the waiting queue: "fcfs", "priority" or "lpm" (longest cached prefix first).
+        enable_prefix_caching: reuse pages of common prefixes.
+        overlap: keep one step in flight ahead of the host.
+        warmup: "eager" compiles the whole ladder at start, "lazy" compiles a rung when first used.
+        seed: base of the seeds of requests that give none.
+        compile_cache: folder of the persistent compilation cache; None is the default, "" switches it off.
+        strict_compile: raise if anything compiles after an eager warm-up (tests).
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_fraction: float = 0.3
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_partial_prefills: int = 4
+    long_prefill_threshold: int = 0
+    policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    overlap: bool = True
+    warmup: str = "lazy"
+    seed: int = 0
+    compile_cache: str | None = None
+    strict_compile: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("policy", self.policy, POLICIES)
+        _choice("warmup", self.warmup, WARMUPS)
+        for name, low, high in (
+            ("page_size", 1, 1024),
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 1 << 20),
+            ("max_partial_prefills", 1, 1024),
+            ("long_prefill_threshold", 0, 1 << 20),
+            ("seed", 0, 2**63 - 1),
+        ):
+            _int_in(name, getattr(self, name), low, high)
+        for name in ("max_model_len", "num_pages"):
+            if getattr(self, name) is not None:
+                _int_in(name, getattr(self, name), 2, 2**31 - 1)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size={self.page_size} must be a power of two in [1, 1024]")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction={self.memory_fraction} is outside (0, 1]")
+        if self.strict_compile and self.warmup != "eager":
+            raise ConfigError("strict_compile=True needs warmup='eager'")
+
+    @property
+    def block(self) -> int:
+        """Query tokens of one prefill block: a power of two, at most 64 and at most the budget."""
+        return min(64, 1 << (self.max_num_batched_tokens.bit_length() - 1))
+
+    @property
+    def rows(self) -> int:
+        """Sequences that may run at once: a decode row takes one token of the budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def ladder(self) -> list[StepShape]:
+        """Every shape that a step may have, smallest first: decode rungs, then mixed rungs."""
+        rows = _powers(self.rows)
+        blocks = _powers(max(1, self.max_num_batched_tokens // self.block))
+        decode = [StepShape(r, 0, self.block) for r in rows]
+        # Rows of mixed rungs are coarse: none, or all of them (padding rows cost little beside a block).
+        mixed = [StepShape(r, b, self.block) for b in blocks for r in (0, self.rows)]
+        return decode + mixed
+
+
+def _powers(top: int) -> list[int]:
+    """1, 2, 4, ... up to and including `top`."""
+    out = [1 << i for i in range(top.bit_length()) if 1 << i < top]
+    return [*out, top]
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def _int_in(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must be an integer in [{low}, {high}]")
