@@ -26,6 +26,7 @@ class StepPlan:
         prefill: i32[m, width] records of the prefill rows; row i is row `shape.rows + i` of the step.
         blocks: i32[b, 3]: (index into `prefill`, start position, tokens in the block), rows in order.
         tokens: i32[sum of block lengths] fed by the blocks, one after the other, without padding.
+        targets: i32[same]: the token that follows each of `tokens` in its sequence (0 where there is none yet).
         sampled: (row of the step, sequence) for each row that yields an output token.
         chunks: (sequence, position after the chunk) for each prefill chunk of the step.
         scored: (sequence, first position, first prefill token index, count) for chunks whose prompt log-probabilities
@@ -37,6 +38,7 @@ class StepPlan:
     prefill: np.ndarray
     blocks: np.ndarray
     tokens: np.ndarray
+    targets: np.ndarray
     sampled: list[tuple[int, Sequence]]
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     scored: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
