@@ -1,0 +1,18 @@
+"""Kernels as ops: each op is a jnp definition of right, faster forms of it, and a choice between them.
+
+Knows nothing of the engine: never imports jaxinfer. The layers call the ops; `jaxinfer doctor` prints
+`describe()`. Every op takes impl="auto" | "reference" | "native" (a static string).
+"""
+
+from pallas_kernels.dispatch import describe, fallbacks, set_impl
+from pallas_kernels.ops import kv_write, matmul, matmul_t, paged_attention
+
+__all__ = [
+    "describe",
+    "fallbacks",
+    "kv_write",
+    "matmul",
+    "matmul_t",
+    "paged_attention",
+    "set_impl",
+]

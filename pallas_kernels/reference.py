@@ -1,0 +1,113 @@
+"""The ops in plain jnp: the definition of right, and what runs where no faster form exists.
+
+Attention loops over fixed chunks of keys, so its cost follows the real lengths and a row's result
+does not depend on the other rows. Never reads a table entry outside the table. Called by ops.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Keys that one step of the online softmax covers. Fixed: it decides the order of the sums.
+CHUNK = 128
+_LOWEST = -1e30  # a running maximum that is finite, so that exp(m - m) is 1 and never NaN
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> jax.Array:
+    """See ops.paged_attention."""
+    rows, queries, heads, dim = q.shape
+    kv_heads, page = k_pool.shape[1:3]
+    pages = tables.shape[1]
+    step = max(1, CHUNK // page)  # pages a chunk
+    group = heads // kv_heads
+    query = q.reshape(rows, queries, kv_heads, group, dim).astype(jnp.float32) * scale
+    pos = start[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    oldest = jnp.maximum(pos - window + 1, 0) if window else jnp.zeros_like(pos)
+
+    def body(chunk: jax.Array, carry: tuple[jax.Array, ...]):
+        m, total, acc, poisoned = carry
+        place = chunk * step + jnp.arange(step, dtype=jnp.int32)
+        index = place[None, :] - base[:, None]
+        inside = (index >= 0) & (index < pages)
+        ids = jnp.take_along_axis(tables, jnp.clip(index, 0, pages - 1), axis=1)
+        ids = jnp.where(inside, ids, 0)
+        key = (place[:, None] * page + jnp.arange(page, dtype=jnp.int32)).reshape(-1)
+        held = jnp.repeat(ids > 0, page, axis=1)  # page 0 stands for "no page"
+        # seen[n, i, j]: query i of row n sees key j of this chunk
+        seen = (key <= pos[..., None]) & (key >= oldest[..., None]) & held[:, None, :]
+        k = _pages(k_pool, ids)
+        v = _pages(v_pool, ids)
+        # Stale entries may hold NaN, and 0 * NaN is NaN: take such values out, and remember who saw one.
+        wrong = ~jnp.isfinite(v).all(axis=-1, keepdims=True)
+        v = jnp.where(wrong, 0.0, v)
+        poisoned |= (seen & wrong.any(axis=1)[:, None, :, 0]).any(axis=-1)
+        s = jnp.einsum("nckgd,nkjd->nkgcj", query, k, preferred_element_type=jnp.float32)
+        if softcap:
+            s = softcap * jnp.tanh(s / softcap)
+        mask = seen[:, None, None]
+        s = jnp.where(mask, s, -jnp.inf)
+        m_new = jnp.maximum(m, s.max(axis=-1))
+        p = jnp.where(mask, jnp.exp(s - m_new[..., None]), 0.0)
+        fade = jnp.exp(m - m_new)
+        new = jnp.einsum("nkgcj,nkjd->nkgcd", p, v, preferred_element_type=jnp.float32)
+        return m_new, total * fade + p.sum(axis=-1), acc * fade[..., None] + new, poisoned
+
+    shape = (rows, kv_heads, group, queries)
+    carry = (
+        jnp.full(shape, _LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, dim), jnp.float32),
+        jnp.zeros((rows, queries), bool),
+    )
+    last = jnp.minimum(pos[:, -1] // page, base + pages - 1)
+    first_chunk = jnp.min(oldest[:, 0]) // (step * page)
+    end_chunk = jnp.max(last) // step + 1
+    _, total, acc, poisoned = jax.lax.fori_loop(first_chunk, end_chunk, body, carry)
+    out = acc / jnp.where(total == 0, 1.0, total)[..., None]  # a query without keys yields zeros
+    out = jnp.where(poisoned[:, None, None, :, None], jnp.nan, out)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _pages(pool: jax.Array, ids: jax.Array) -> jax.Array:
+    """The pages `ids` [rows, step] as float32 [rows, kv_heads, step * page, dim]."""
+    rows, step = ids.shape
+    _, kv_heads, page, dim = pool.shape
+    out = pool[ids].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, step * page, dim)
+    return out.astype(jnp.float32)
+
+
+def kv_write(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page: jax.Array,
+    offset: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See ops.kv_write."""
+    k_pool = k_pool.at[page, :, offset].set(k.astype(k_pool.dtype), mode="drop")
+    v_pool = v_pool.at[page, :, offset].set(v.astype(v_pool.dtype), mode="drop")
+    return k_pool, v_pool
+
+
+def matmul(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """See ops.matmul."""
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+def matmul_t(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """See ops.matmul_t."""
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(out_dtype)
