@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxinfer.layout import LoadOp, StepShape
+from jaxinfer.types import FinishReason
 
 if TYPE_CHECKING:
     from jaxinfer.scheduler.sequence import Sequence
@@ -79,3 +80,25 @@ class StepOutput:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     scores: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
+
+
+Score = tuple[float, int, np.ndarray, np.ndarray]  # log-probability, rank, top ids, top log-probabilities
+
+
+@dataclass(slots=True)
+class Update:
+    """What happened to one sequence: a new token, its end, or both.
+
+    Attributes:
+        row: row of the step that yielded the token (-1 for none).
+        score, prompt_scores: filled by the core for sequences that asked for log-probabilities.
+        error: why a sequence ended with FinishReason.ERROR.
+    """
+
+    sequence: Sequence
+    token: int | None = None
+    row: int = -1
+    finish_reason: FinishReason | None = None
+    score: Score | None = None
+    prompt_scores: list[Score] | None = None
+    error: str | None = None

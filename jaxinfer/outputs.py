@@ -1,0 +1,191 @@
+"""From the core's updates to RequestOutputs: text, stop strings, log-probabilities, finish reasons.
+
+One RequestState per client request, holding its n outputs. Runs on the consumer's side of the
+engine, so that detokenization never delays a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from jaxinfer.inputs import Prompt
+from jaxinfer.scheduler.plan import Score, Update
+from jaxinfer.text.output import OutputText
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    clamp_logprob,
+)
+
+
+
+
+class RequestState:
+    """Collects what a request yields.
+
+    Args:
+        requests: the expanded Requests, index i giving output i.
+        tokenizer: None when the model has none (then texts stay empty).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        requests: Seq[Request],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.requests = list(requests)
+        self.params: SamplingParams = requests[0].params
+        self._tokenizer = tokenizer
+        self._index = {request.request_id: i for i, request in enumerate(requests)}
+        self.outputs = [CompletionOutput(i) for i in range(len(requests))]
+        text = tokenizer is not None and self.params.detokenize
+        self._texts = [
+            OutputText(tokenizer, self.params, prompt.token_ids) if text else None for _ in requests
+        ]
+        if self.params.logprobs is not None:
+            for output in self.outputs:
+                output.logprobs, output.cumulative_logprob = [], 0.0
+        wants_prompt = self.params.prompt_logprobs is not None
+        self._prompt_scores: list[Score | None] | None = [None] if wants_prompt else None
+        self.cached_tokens = 0
+        self.metrics = RequestMetrics(arrival_time=requests[0].arrival)
+        self.error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    def unfinished_ids(self) -> list[str]:
+        """Ids of the Requests that still run."""
+        return [
+            r.request_id
+            for r, o in zip(self.requests, self.outputs, strict=True)
+            if o.finish_reason is None
+        ]
+
+    def apply(self, update: Update) -> str | None:
+        """Take one update. Returns a Request id that the engine must finish: its stop string was found."""
+        index = self._index[update.sequence.request.request_id]
+        output = self.outputs[index]
+        if output.finish_reason is not None:
+            return None  # a token that was in flight when a stop string ended the output
+        self._stamp(update)
+        if update.prompt_scores is not None and self._prompt_scores is not None and index == 0:
+            self._prompt_scores.extend(update.prompt_scores)
+        if update.token is not None:
+            stopped = self._take_token(index, update)
+            if stopped:
+                self._finish(index, FinishReason.STOP)
+                return update.sequence.request.request_id
+        if update.finish_reason is not None:
+            self._finish(index, update.finish_reason, update.error)
+        return None
+
+    def _stamp(self, update: Update) -> None:
+        sequence, metrics = update.sequence, self.metrics
+        self.cached_tokens = max(self.cached_tokens, sequence.cached_tokens)
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = sequence.first_scheduled
+        if metrics.first_token_time is None and update.token is not None:
+            metrics.first_token_time = time.monotonic()
+
+    def _take_token(self, index: int, update: Update) -> bool:
+        """Append a token; True if it completed a stop string."""
+        output, text, token = self.outputs[index], self._texts[index], update.token
+        assert token is not None
+        output.token_ids.append(token)
+        if output.logprobs is not None and update.score is not None:
+            entry = self._entry(token, update.score, self.params.logprobs or 0)
+            output.logprobs.append(entry)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[token].logprob
+        is_stop = update.finish_reason is FinishReason.STOP
+        if is_stop:
+            eos = token not in (self.params.stop_token_ids or ())
+            output.stop_reason = None if eos else token
+        if text is None:
+            return False
+        delta = text.push([token], final_stop_token=is_stop)
+        output.text += delta.text
+        if delta.stop is None:
+            return False
+        output.stop_reason = delta.stop
+        return True
+
+    def _finish(self, index: int, reason: FinishReason, error: str | None = None) -> None:
+        output, text = self.outputs[index], self._texts[index]
+        if text is not None and output.finish_reason is None and reason is not FinishReason.STOP:
+            output.text += text.finish()
+        elif text is not None and not isinstance(output.stop_reason, str):
+            output.text += text.finish()
+        output.finish_reason = str(reason)
+        if reason is FinishReason.ERROR:
+            self.error = error or "the step failed"
+        if self.finished:
+            self.metrics.finished_time = time.monotonic()
+
+    def abort(self) -> None:
+        """End what still runs, as the client asked."""
+        for i, output in enumerate(self.outputs):
+            if output.finish_reason is None:
+                self._finish(i, FinishReason.ABORT)
+
+    def _entry(self, token: int, score: Score, count: int) -> dict[int, Logprob]:
+        """The chosen token first, then the `count` most likely ones."""
+        logprob, rank, ids, top = score
+        entry = {token: self._logprob(token, logprob, rank)}
+        for place in range(count):
+            candidate = int(ids[place])
+            if candidate >= 0 and candidate not in entry:
+                entry[candidate] = self._logprob(candidate, float(top[place]), place + 1)
+        return entry
+
+    def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
+        text = self._tokenizer.decode([token], False) if self._tokenizer else None
+        return Logprob(clamp_logprob(logprob), int(rank), text)
+
+    def output(self) -> RequestOutput:
+        """A snapshot: later updates do not change it."""
+        scores = self._prompt_scores
+        prompt_logprobs = None
+        if scores is not None and self.finished:
+            count = self.params.prompt_logprobs or 0
+            ids = self.prompt.token_ids
+            prompt_logprobs = [
+                None if s is None else self._entry(ids[i], s, count) for i, s in enumerate(scores)
+            ]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=list(self.prompt.token_ids),
+            outputs=[_copy(output) for output in self.outputs],
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.cached_tokens,
+            metrics=self.metrics,
+            error=self.error,
+        )
+
+
+def _copy(output: CompletionOutput) -> CompletionOutput:
+    return CompletionOutput(
+        index=output.index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        cumulative_logprob=output.cumulative_logprob,
+        logprobs=None if output.logprobs is None else list(output.logprobs),
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )

@@ -1,0 +1,108 @@
+"""How many pages each cache kind gets, and the longest sequence that follows from it.
+
+The arithmetic is logged, and a configuration that cannot hold one sequence is refused. Imports no JAX
+at module level: the device is asked only when the pool must be sized from free memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinfer.cache.spec import CacheSpec, Scope
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import CapacityError, ConfigError
+from jaxinfer.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
+FALLBACK_MEMORY = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """pages: for each paged kind, the trash page included; max_model_len: tokens."""
+
+    pages: tuple[int, ...]
+    max_model_len: int
+
+
+def size_pools(
+    config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec, ...]
+) -> PoolSizes:
+    """Pages for every spec. Raises CapacityError when one sequence of max_model_len does not fit."""
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds what the model supports; allowed [2, {limit}]"
+        )
+    wanted = config.max_model_len or limit
+    size = config.page_size
+    if config.num_pages is not None:
+        pages, why = config.num_pages, "num_pages"
+    else:
+        pages, why = _pages_for(config, specs, wanted)
+    longest = (pages - 1) * size if any(s.scope is Scope.TOKEN for s in specs) else wanted
+    if config.max_model_len is None:
+        wanted = min(wanted, longest)
+    elif config.num_pages is None and wanted > longest:
+        raise CapacityError(
+            f"max_model_len={wanted} needs {-(-wanted // size)} pages, but memory holds {pages - 1}; "
+            f"lower max_model_len to at most {longest} or raise memory_fraction={config.memory_fraction}"
+        )
+    counts = tuple(_kind_pages(config, spec, pages, wanted) for spec in specs)
+    total = sum(s.bytes_per_token() * size * n for s, n in zip(specs, counts, strict=True))
+    log.info(
+        "cache: %s pages of %d tokens (from %s), %.1f MiB, max_model_len %d",
+        "+".join(f"{n} {s.name}" for s, n in zip(specs, counts, strict=True)),
+        size,
+        why,
+        total / 2**20,
+        wanted,
+    )
+    return PoolSizes(counts, wanted)
+
+
+def _kind_pages(config: EngineConfig, spec: CacheSpec, pages: int, max_len: int) -> int:
+    """TOKEN kinds take `pages`; a WINDOW kind needs no more than its rows' windows, twice over for reuse."""
+    if spec.scope is not Scope.WINDOW:
+        return pages
+    span = min(max_len, spec.window + config.max_num_batched_tokens)
+    per_row = -(-span // config.page_size) + 2
+    return min(pages, 2 * per_row * config.rows + 1) if pages > per_row else per_row + 1
+
+
+def _pages_for(
+    config: EngineConfig, specs: tuple[CacheSpec, ...], max_len: int
+) -> tuple[int, str]:
+    """Pages that a share of the free memory holds, at most what the rows could ever use."""
+    per_page = config.page_size * sum(s.bytes_per_token() for s in specs)
+    free, where = free_memory()
+    affordable = int(free * config.memory_fraction) // max(per_page, 1)
+    rows = max_len * config.rows
+    # A CPU's memory is shared with everything else: twice the longest sequence is a sensible pool.
+    useful = rows if where == "device" else max(2 * max_len, 512 * config.rows)
+    pages = 1 + min(-(-min(useful, rows) // config.page_size), affordable)
+    if pages < 2:
+        raise CapacityError(
+            f"memory_fraction={config.memory_fraction} of {free / 2**20:.0f} MiB free {where} memory holds no "
+            f"page of {per_page / 2**10:.0f} KiB; raise memory_fraction or set num_pages"
+        )
+    return pages, f"{config.memory_fraction:g} of {free / 2**20:.0f} MiB free {where} memory"
+
+
+def free_memory() -> tuple[int, str]:
+    """Free bytes and whose: "device" where the backend reports it, else "host"."""
+    import jax
+
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0), "device"
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024, "host"
+    log.warning("free memory cannot be read; assuming %d MiB (set num_pages)", FALLBACK_MEMORY >> 20)
+    return FALLBACK_MEMORY, "host"

@@ -1,0 +1,115 @@
+"""Executables of the shape ladder: compiled once each, counted, and kept in the persistent cache.
+
+`Executables` is the only place that compiles in service. A shape off the ladder is an error; so is,
+in strict mode, a compilation after warm-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from jaxinfer.errors import CapacityError
+from jaxinfer.layout import StepShape
+from jaxinfer.step.forward import StepModel, load, step
+from jaxinfer.step.pack import LOAD_SIZE, buffer_size
+from jaxinfer.step.state import DeviceState
+
+log = logging.getLogger(__name__)
+DEFAULT_CACHE = Path.home() / ".cache" / "jaxinfer" / "xla"
+
+
+def enable_compile_cache(folder: str | None) -> Path | None:
+    """Switch on JAX's persistent compilation cache; "" leaves it off, None is the default folder.
+
+    The folder's name has the versions, backend and CPU features in it, so that an executable is
+    never read by a machine or a version that did not make it. A bad entry only costs a compilation.
+    """
+    if folder == "":
+        return None
+    root = Path(folder) if folder else DEFAULT_CACHE
+    path = root / _fingerprint()
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path
+
+
+def _fingerprint() -> str:
+    parts = [jax.__version__, jaxlib.__version__, jax.default_backend(), platform.machine()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        parts += sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+class Executables:
+    """step and load for every rung, compiled on first use or by `warm_up`."""
+
+    def __init__(
+        self, model: StepModel, ladder: list[StepShape], params: Any, state: DeviceState, strict: bool
+    ) -> None:
+        self.model = model
+        self.ladder = ladder
+        self.compiles = 0
+        self.compile_seconds = 0.0
+        self.warm = False
+        self._strict = strict
+        self._params = jax.tree.map(_abstract, params)
+        self._state = jax.tree.map(_abstract, state)
+        self._steps: dict[StepShape, Any] = {}
+        self._load: Any = None
+
+    def step(self, shape: StepShape) -> Any:
+        """The executable of a rung: (params, state, buffer) -> (state, (result, scored))."""
+        compiled = self._steps.get(shape)
+        if compiled is None:
+            if shape not in self.ladder:
+                raise CapacityError(f"step shape {shape} is not on the ladder {self.ladder}")
+            run = functools.partial(step, self.model, shape)
+            size = buffer_size(shape, self.model.layout)
+            compiled = self._compile(run, (self._params, self._state), size, donate=1)
+            self._steps[shape] = compiled
+        return compiled
+
+    def load(self) -> Any:
+        """The executable of a LoadPlan: (state, buffer) -> state."""
+        if self._load is None:
+            self._load = self._compile(load, (self._state,), LOAD_SIZE, donate=0)
+        return self._load
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile everything that service can need."""
+        for i, shape in enumerate(self.ladder):
+            self.step(shape)
+            if progress:
+                progress(i + 1, len(self.ladder) + 1)
+        self.load()
+        self.warm = True
+        if progress:
+            progress(len(self.ladder) + 1, len(self.ladder) + 1)
+
+    def _compile(self, function: Callable, args: tuple, size: int, donate: int) -> Any:
+        if self.warm and self._strict:
+            raise CapacityError(f"{function} would compile after warm-up; the ladder is {self.ladder}")
+        start = time.perf_counter()
+        buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
+        compiled = jax.jit(function, donate_argnums=donate).lower(*args, buffer).compile()
+        self.compiles += 1
+        self.compile_seconds += time.perf_counter() - start
+        return compiled
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,197 @@
+"""From logits to tokens: penalties, masks, filters, one seeded draw, log-probabilities. Pure functions.
+
+Order: penalties -> bias -> min_tokens mask -> [log-probabilities] -> temperature -> top_k -> top_p -> min_p ->
+draw. A row's result depends on its own logits, parameters, seed and output position, never on its
+neighbours. Filters find thresholds by bisection on the bits of the floats instead of sorting; ties stay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.layout import RowField, RowFlag
+from jaxinfer.step.pack import Rows
+from jaxinfer.step.state import BAN_BIT, OUTPUT_MASK, PROMPT_BIT, DeviceState
+from jaxinfer.types import MAX_LOGPROBS
+
+NEG_INF = -jnp.inf
+LANES = 128  # width of the inner level of the two-level cumulative sum
+
+
+class Sampled(NamedTuple):
+    """i32[R] tokens (-1 for rows whose logits are not finite), and their log-probabilities.
+
+    logprobs f32[R], ranks i32[R] (1 = most likely), top_ids i32[R, 20], top_logprobs f32[R, 20]
+    are zeros unless a row of the step asked for log-probabilities.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    ranks: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def sample(logits: jax.Array, state: DeviceState, rows: Rows) -> Sampled:
+    """Draw one token a row from f32[R, V] logits."""
+    logits = _adjust(logits, state, rows)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = _cond(rows, RowFlag.RANDOM, lambda: _draw(logits, rows, greedy), lambda: greedy)
+    finite = jnp.isfinite(jnp.max(logits, axis=-1))
+    n = logits.shape[0]
+    nothing = (
+        jnp.zeros((n,), jnp.float32),
+        jnp.zeros((n,), jnp.int32),
+        jnp.zeros((n, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((n, MAX_LOGPROBS), jnp.float32),
+    )
+    scores = _cond(
+        rows, RowFlag.LOGPROBS, lambda: token_logprobs(logits, tokens), lambda: nothing
+    )
+    return Sampled(jnp.where(finite, tokens, -1), *scores)
+
+
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Log-probability and rank of `tokens` i32[R] under f32[R, V] logits, and the 20 best."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    ranks = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=-1)
+    k = min(MAX_LOGPROBS, logits.shape[-1])
+    top, ids = jax.lax.top_k(logits, k)
+    pad = ((0, 0), (0, MAX_LOGPROBS - k))
+    ids = jnp.pad(ids.astype(jnp.int32), pad, constant_values=-1)
+    top = jnp.pad(top - total, pad, constant_values=NEG_INF)
+    return (chosen - total)[:, 0], ranks, ids, top
+
+
+def _cond(rows: Rows, flag: RowFlag, then, otherwise):
+    """Run `then` only if some row of the step has the flag."""
+    return jax.lax.cond((rows.any_flags & int(flag)) != 0, then, otherwise)
+
+
+def _adjust(logits: jax.Array, state: DeviceState, rows: Rows) -> jax.Array:
+    slots = rows[RowField.SLOT]
+
+    def with_counts() -> jax.Array:
+        return _penalize(logits, state.counts[slots], rows)
+
+    logits = _cond(rows, RowFlag.COUNTS, with_counts, lambda: logits)
+    unbiased = logits
+
+    def with_bias() -> jax.Array:
+        biased = unbiased + state.bias[slots]
+        return jnp.where(rows.flag(RowFlag.BIAS)[:, None], biased, unbiased)
+
+    return _cond(rows, RowFlag.BIAS, with_bias, lambda: unbiased)
+
+
+def _penalize(logits: jax.Array, counts: jax.Array, rows: Rows) -> jax.Array:
+    """Repetition counts prompt and output tokens; presence and frequency count output tokens only."""
+    used = rows.flag(RowFlag.COUNTS)[:, None]
+    output = counts & OUTPUT_MASK
+    seen = ((counts & PROMPT_BIT) != 0) | (output > 0)
+    repetition = rows[RowField.REPETITION][:, None]
+    scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    out = jnp.where(seen, scaled, logits)
+    out = out - rows[RowField.FREQUENCY][:, None] * output.astype(jnp.float32)
+    out = out - rows[RowField.PRESENCE][:, None] * (output > 0).astype(jnp.float32)
+    banned = rows.flag(RowFlag.MIN_TOKENS)[:, None] & ((counts & BAN_BIT) != 0)
+    return jnp.where(used, jnp.where(banned, NEG_INF, out), logits)
+
+
+def _draw(logits: jax.Array, rows: Rows, greedy: jax.Array) -> jax.Array:
+    random = rows.flag(RowFlag.RANDOM)
+    scale = jnp.where(random, rows[RowField.TEMPERATURE], 1.0)[:, None]
+    # The maximum is taken off first: a tiny temperature can then only underflow to zero weight.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / scale
+    scaled = jnp.where(jnp.isnan(scaled), NEG_INF, scaled)
+    scaled = _cond(rows, RowFlag.FILTER, lambda: filter_logits(scaled, rows), lambda: scaled)
+    drawn = inverse_cdf(jnp.exp(scaled), uniforms(rows))
+    return jnp.where(random, drawn, greedy)
+
+
+def filter_logits(scaled: jax.Array, rows: Rows) -> jax.Array:
+    """Set what top_k, top_p and min_p cut to -inf. `scaled` f32[R, V] has row maximum 0.
+
+    top_k keeps everything tied with the k-th best; top_p keeps the smallest set of most likely tokens whose
+    mass reaches top_p, with ties; min_p keeps tokens at least min_p times as likely as the best.
+    """
+    vocab = scaled.shape[-1]
+    keys = _ordered_bits(scaled)
+    top_k = rows[RowField.TOP_K]
+    top_k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None]
+    ones = jnp.ones((), jnp.int32)
+    threshold = _threshold(keys, lambda keep: jnp.sum(keep * ones, -1, keepdims=True) >= top_k)
+    kept = jnp.where(keys >= threshold, scaled, NEG_INF)
+
+    mass = jnp.exp(kept)
+    top_p = rows[RowField.TOP_P][:, None]
+    wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
+    threshold = _threshold(
+        keys, lambda keep: jnp.sum(jnp.where(keep, mass, 0.0), -1, keepdims=True) >= wanted
+    )
+    kept = jnp.where((top_p >= 1.0) | (keys >= threshold), kept, NEG_INF)
+
+    min_p = rows[RowField.MIN_P][:, None]
+    kept = jnp.where((min_p <= 0.0) | (mass >= min_p), kept, NEG_INF)
+    return jnp.where(scaled >= 0.0, scaled, kept)  # the most likely tokens always survive
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """uint32 keys in the order of the floats (no NaN)."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    flipped = jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31)))
+    return jax.lax.bitcast_convert_type(flipped, jnp.uint32)
+
+
+def _threshold(keys: jax.Array, enough) -> jax.Array:
+    """Largest uint32[R, 1] t for which `enough(keys >= t)` holds, built bit by bit."""
+
+    def body(i: jax.Array, t: jax.Array) -> jax.Array:
+        bit = jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32))
+        candidate = t | bit
+        return jnp.where(enough(keys >= candidate), candidate, t)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros((keys.shape[0], 1), jnp.uint32))
+
+
+def uniforms(rows: Rows) -> jax.Array:
+    """f32[R] in [0, 1): one draw for each (seed, output position)."""
+    words = jnp.stack([rows[RowField.SEED_HIGH], rows[RowField.SEED_LOW]], axis=-1)
+    keys = jax.random.wrap_key_data(words.astype(jnp.uint32), impl="threefry2x32")
+
+    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(key, position), (), jnp.float32)
+
+    return jax.vmap(draw)(keys, rows[RowField.OUT_POS])
+
+
+def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
+    """i32[R]: the first index at which the running sum of f32[R, V] weights exceeds u * total.
+
+    Two levels (blocks of LANES) keep the sums short and their order fixed. An index of weight zero
+    is never returned while the row has any weight.
+    """
+    rows, vocab = weights.shape
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab % LANES))).reshape(rows, -1, LANES)
+    sums = jnp.sum(padded, axis=-1)
+    running = jnp.cumsum(sums, axis=-1)
+    target = (u * running[:, -1])[:, None]
+    block = _first(running > target, sums > 0.0)
+    before = jnp.take_along_axis(running - sums, block[:, None], axis=-1)
+    inner = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    index = _first(before + jnp.cumsum(inner, axis=-1) > target, inner > 0.0)
+    return block * LANES + index
+
+
+def _first(reached: jax.Array, allowed: jax.Array) -> jax.Array:
+    """First allowed index that reached the target; if rounding left none, the last allowed one."""
+    hit = reached & allowed
+    size = hit.shape[-1]
+    last = size - 1 - jnp.argmax(allowed[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(hit, axis=-1), jnp.argmax(hit, axis=-1), last).astype(jnp.int32)

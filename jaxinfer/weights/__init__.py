@@ -1,0 +1,1 @@
+"""Checkpoints: where a model reference leads, lazy tensor handles, and the loader that places them."""
