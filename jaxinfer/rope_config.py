@@ -80,10 +80,14 @@ def rope_for(
         raise ConfigError(f"{name}.rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}")
     for key, value in raw.items():
         if key not in _KEYS[kind] | _COMMON_KEYS and value not in (None, False, "default"):
-            raise ConfigError(f"{name}.{key}={value!r} is not applied to rope_type {kind!r}; remove it")
+            raise ConfigError(
+                f"{name}.{key}={value!r} is not applied to rope_type {kind!r}; remove it"
+            )
     partial = _number(name, "partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and not allow_partial:
-        raise ConfigError(f"{name}.partial_rotary_factor={partial} must be 1.0 for this architecture")
+        raise ConfigError(
+            f"{name}.partial_rotary_factor={partial} must be 1.0 for this architecture"
+        )
     dims = int(head_dim * partial)
     if dims % 2 or not 2 <= dims <= head_dim:
         raise ConfigError(
@@ -162,7 +166,9 @@ def _longrope(name: str, raw: Mapping[str, Any], rope: RopeConfig, max_position:
     for key in ("short_factor", "long_factor"):
         values = raw.get(key)
         if not isinstance(values, (list, tuple)) or len(values) != rope.dims // 2:
-            raise ConfigError(f"{name}.{key}={values!r:.60} must be a list of {rope.dims // 2} numbers")
+            raise ConfigError(
+                f"{name}.{key}={values!r:.60} must be a list of {rope.dims // 2} numbers"
+            )
         lists.append(tuple(_number(name, key, v) for v in values))
     return RopeConfig(
         rope.type,

@@ -1,0 +1,22 @@
+"""RMS norms: three ways to apply the weight, all with float32 statistics.
+
+They differ only in rounding (A, B) and in the weight's zero (C). Called by models and by q/k norms.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str) -> jax.Array:
+    """Normalize the last axis of `x`; the result has x's dtype.
+
+    kind: "A" weight * cast(normed), "B" cast(weight * normed), "C" cast((1 + weight) * normed).
+    """
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if kind == "A":
+        return weight * normed.astype(x.dtype)
+    weight = weight.astype(jnp.float32)
+    return (normed * (weight if kind == "B" else 1.0 + weight)).astype(x.dtype)

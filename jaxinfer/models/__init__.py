@@ -1,0 +1,1 @@
+"""Model families: pure functions from (params, config, caches, batch) to hidden states."""

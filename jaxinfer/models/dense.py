@@ -1,0 +1,236 @@
+"""Dense decoders: Llama and its relatives, one forward pass driven by ModelConfig's flags.
+
+Pure functions on arrays; layers are unrolled and each weight is a leaf of its own. Never looks at
+requests, devices or files. Reached through models/registry.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.cache.spec import CacheSpec, Field, Scope
+from jaxinfer.layers.attention import Cache, attend
+from jaxinfer.layers.batch import Batch
+from jaxinfer.layers.linear import linear, unembed
+from jaxinfer.layers.mlp import gated_mlp
+from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.rope import apply_rope, rope_table
+from jaxinfer.model_config import LayerConfig, ModelConfig
+from jaxinfer.params import ParamSpec, WeightRule
+from jaxinfer.rope_config import RopeConfig
+
+Params = dict[str, Any]
+Tap = Callable[[str, jax.Array], jax.Array]
+RopeTables = dict[RopeConfig, tuple[jax.Array, jax.Array]]
+
+
+def cache_specs(config: ModelConfig, dtype: str) -> tuple[CacheSpec, ...]:
+    """One kind for all full layers, then one for each distinct window, smallest first."""
+    shape = (config.num_kv_heads, config.head_dim)
+    fields = (Field("k", shape, dtype), Field("v", shape, dtype))
+    specs = []
+    for window in _windows(config):
+        layers = tuple(i for i, layer in enumerate(config.layers) if layer.window == window)
+        name, scope = (f"window{window}", Scope.WINDOW) if window else ("full", Scope.TOKEN)
+        specs.append(CacheSpec(name, scope, layers, fields, window=window))
+    return tuple(specs)
+
+
+def _windows(config: ModelConfig) -> list[int]:
+    return sorted({layer.window for layer in config.layers})
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """Tree of ParamSpec: linear leaves are [in, out], the embedding is [vocab, hidden]."""
+    return _tree(config, 0)
+
+
+def weight_rules(config: ModelConfig) -> Params:
+    """Tree of WeightRule with the structure of param_specs."""
+    return _tree(config, 1)
+
+
+def ignored_tensors(config: ModelConfig) -> list[re.Pattern[str]]:
+    """Tensors that some checkpoints carry and that the model does not need."""
+    patterns = [r".*rotary_emb\.inv_freq$", *config.ignored]
+    if config.tied:
+        patterns.append(r"(.*\.)?lm_head\.weight$")
+    return [re.compile(p) for p in patterns]
+
+
+def _tree(config: ModelConfig, which: int) -> Params:
+    """Build every leaf as a (ParamSpec, WeightRule) pair and keep one side."""
+    c, prefix = config, config.prefix
+    embed = f"{prefix}embed_tokens.weight"
+    tree = {
+        "embed": _pair((c.vocab_size, c.hidden_size), ("vocab", "embed"), embed, transpose=False),
+        "layers": [_layer_pairs(c, f"{prefix}layers.{i}.") for i in range(c.num_layers)],
+        "final_norm": _pair((c.hidden_size,), ("embed",), f"{prefix}norm.weight"),
+    }
+    if not c.tied:
+        tree["lm_head"] = _pair((c.hidden_size, c.vocab_size), ("embed", "vocab"), "lm_head.weight")
+    return jax.tree.map(lambda pair: pair[which], tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _layer_pairs(c: ModelConfig, prefix: str) -> dict[str, tuple[ParamSpec, WeightRule]]:
+    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    d, f, attn, mlp = c.hidden_size, c.intermediate_size, prefix + "self_attn.", prefix + "mlp."
+    qkv = ["qkv_proj"] if c.fused else ["q_proj", "k_proj", "v_proj"]
+    gate_up = ["gate_up_proj"] if c.fused else ["gate_proj", "up_proj"]
+    qkv, gate_up = [attn + n for n in qkv], [mlp + n for n in gate_up]
+    linears = [
+        ("qkv", qkv, (d, heads + 2 * kv), ("embed", "qkv"), c.qkv_bias),
+        ("o", [attn + "o_proj"], (heads, d), ("heads", "embed"), c.o_bias),
+        ("gate_up", gate_up, (d, 2 * f), ("embed", "gate_up"), c.mlp_bias),
+        ("down", [mlp + "down_proj"], (f, d), ("mlp", "embed"), c.mlp_bias),
+    ]
+    pairs = {}
+    for name, sources, shape, axes, bias in linears:
+        pairs[name] = _pair(shape, axes, *(s + ".weight" for s in sources))
+        if bias:
+            pairs[f"{name}_bias"] = _pair(shape[1:], axes[1:], *(s + ".bias" for s in sources))
+    for name, source in _NORMS[c.placement].items():
+        pairs[name] = _pair((d,), ("embed",), f"{prefix}{source}.weight")
+    if c.qk_norm != "none":
+        full = c.qk_norm == "full"
+        for name, width in (("q_norm", heads), ("k_norm", kv)):
+            shape = (width if full else c.head_dim,)
+            pairs[name] = _pair(shape, (None,), f"{attn}{name}.weight")
+    return pairs
+
+
+# Leaf -> checkpoint name: where norms stand decides what the same two names mean.
+_NORMS = {
+    "pre": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "post": {
+        "attn_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "sandwich": {
+        "attn_norm": "input_layernorm",
+        "attn_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def _pair(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *sources: str,
+    transpose: bool | None = None,
+) -> tuple[ParamSpec, WeightRule]:
+    # Checkpoints hold [out, in]: several sources are joined along `out`, then turned.
+    turn = len(shape) == 2 if transpose is None else transpose
+    return ParamSpec(shape, axes), WeightRule(sources, concat=0, transpose=turn)
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    caches: list[Cache],
+    batch: Batch,
+    tap: Tap | None = None,
+) -> tuple[list[Cache], jax.Array]:
+    """Run all layers over a step's tokens: (caches with the new entries, hidden[T, D] normed).
+
+    `tap` sees, and may replace, the named values: "embed", "layers.N.{attn_in,q,k,v,attn_out,mlp_out,
+    out}" and "final_norm"; q and k come after rope, attn_out and mlp_out just before they are added.
+    """
+    tap = tap or (lambda name, value: value)
+    kind_of = {window: i for i, window in enumerate(_windows(config))}
+    tables = {r: rope_table(r, batch.positions, batch.rope_length) for r in config.ropes}
+    x = _scaled(params["embed"][batch.tokens], config.embed_scale)
+    x = tap("embed", x)
+    out_caches = []
+    for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
+        name = f"layers.{i}."
+
+        def layer_tap(what: str, value: jax.Array, name: str = name) -> jax.Array:
+            return tap(name + what, value)
+
+        q, k, v = _qkv(
+            weights, config, layer, tables, batch, _norm(x, weights, "attn_norm", config), layer_tap
+        )
+        cache, out = attend(
+            q,
+            k,
+            v,
+            caches[i],
+            batch.kinds[kind_of[layer.window]],
+            batch,
+            scale=config.scale,
+            window=layer.window,
+            softcap=config.attention_softcap,
+        )
+        out_caches.append(cache)
+        out = linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
+        out = layer_tap("attn_out", _branch(out, weights, "attn_post_norm", config))
+        x = x + out
+        out = gated_mlp(_norm(x, weights, "mlp_norm", config), weights, config.activation)
+        out = layer_tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
+        x = layer_tap("out", x + out)
+    x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm)
+    return out_caches, tap("final_norm", x)
+
+
+def _qkv(
+    weights: Params,
+    c: ModelConfig,
+    layer: LayerConfig,
+    tables: RopeTables,
+    batch: Batch,
+    x: jax.Array,
+    tap: Tap,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q[T, H, head_dim] and k, v[T, kv_heads, head_dim] of one layer, normed and turned."""
+    x = tap("attn_in", x)
+    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"))
+    q, k, v = jnp.split(qkv, [heads, heads + kv], axis=-1)
+    if c.qk_norm == "full":
+        q, k = (_norm(y, weights, n, c) for y, n in ((q, "q_norm"), (k, "k_norm")))
+    q, k, v = (y.reshape(len(x), -1, c.head_dim) for y in (q, k, v))
+    if c.qk_norm == "head":
+        q, k = (_norm(y, weights, n, c) for y, n in ((q, "q_norm"), (k, "k_norm")))
+    if layer.rope is not None:
+        cos, sin = tables[layer.rope]
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    beta, length = c.query_growth
+    if beta:
+        grown = 1.0 + beta * jnp.log1p(jnp.floor(batch.positions / length))
+        q = q * grown[:, None, None].astype(q.dtype)
+    return tap("q", q), tap("k", k), tap("v", v)
+
+
+def _norm(x: jax.Array, weights: Params, name: str, c: ModelConfig) -> jax.Array:
+    """x normed by the leaf `name`, or x itself where the placement has no such norm."""
+    weight = weights.get(name)
+    return x if weight is None else rms_norm(x, weight, c.norm_eps, c.norm)
+
+
+def _branch(x: jax.Array, weights: Params, post_norm: str, c: ModelConfig) -> jax.Array:
+    return _scaled(_norm(x, weights, post_norm, c), c.residual_scale)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    # The factor is rounded to x's dtype first, as published models were trained.
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+
+def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """f32[N, vocab] of hidden[N, D] (normed by forward), soft-capped where the model says so."""
+    if config.tied:
+        out = unembed(hidden, params["embed"], transposed=True)
+    else:
+        out = unembed(hidden, params["lm_head"], transposed=False)
+    out = out * config.logits_scale
+    if config.final_softcap:
+        out = config.final_softcap * jnp.tanh(out / config.final_softcap)
+    return out
