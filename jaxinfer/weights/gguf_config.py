@@ -107,7 +107,9 @@ def _refuse_unknown(file: GGUFFile, arch_name: str, meta: dict[str, Any]) -> Non
             f"GGUF file {file.path} has metadata that is not understood: {', '.join(unknown)}"
         )
     if meta.get("expert_count", 0):
-        raise WeightsError(f"{arch_name}.expert_count={meta['expert_count']}: experts in a GGUF file")
+        raise WeightsError(
+            f"{arch_name}.expert_count={meta['expert_count']}: experts in a GGUF file"
+        )
     if meta.get("attention.causal", True) is not True:
         raise WeightsError(f"{arch_name}.attention.causal=false: only causal models are read")
     if meta.get("attention.value_length", 0) not in (0, meta.get("attention.key_length", 0)):

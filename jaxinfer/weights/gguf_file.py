@@ -21,7 +21,19 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from jaxinfer.errors import WeightsError
 from jaxinfer.weights.tensors import TensorFile
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -29,8 +41,16 @@ _PLAIN = {
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 _BLOCKS = {
-    GGMLQuantizationType[name]
-    for name in "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q2_K,
+    GGMLQuantizationType.Q3_K,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
 }
 _HEADER_STEP = 1 << 22
 

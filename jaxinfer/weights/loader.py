@@ -156,7 +156,9 @@ def _place(
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, placed)
 
 
-def read_shard(rule: WeightRule, tensors: TensorSource, index: Index, dtype: np.dtype) -> np.ndarray:
+def read_shard(
+    rule: WeightRule, tensors: TensorSource, index: Index, dtype: np.dtype
+) -> np.ndarray:
     """The part `index` (bounds in the leaf's own orientation) of a leaf, cast to `dtype`."""
     out = _aligned(tuple(s.stop - s.start for s in index), dtype)
     view, want = out, list(index)
