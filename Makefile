@@ -18,7 +18,7 @@ run: setup
 # fetched once; where it cannot be had, the rest still runs.
 test: setup
 	@marks="not slow and not gpu and not torch"; \
-	if ! $(BIN)/python tests/fetch_demo.py; then \
+	if ! $(BIN)/python -c "from jaxinfer.weights.demo import fetch_demo; fetch_demo()"; then \
 		marks="$$marks and not demo"; \
 		echo "test: the demo model could not be fetched, so the tests marked 'demo' are left out"; \
 	fi; \

@@ -62,6 +62,14 @@ def chain(checkpoint_root: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, fetched once; for tests marked `demo`."""
+    from jaxinfer.weights.demo import fetch_demo
+
+    return fetch_demo()
+
+
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
     """Run code in a fresh interpreter with `devices` virtual CPU devices; returns what it printed."""
 
