@@ -1,0 +1,165 @@
+"""Drives a model family by hand: pages, tables and Batches for a few sequences, one compiled shape.
+
+An independent, slow-and-plain twin of the step's packing, so that the models can be tested without the
+engine. Also loads weight rules from tensors in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.cache.spec import CacheSpec
+from jaxinfer.layers.batch import Batch, KindBatch
+from jaxinfer.model_config import ModelConfig
+from jaxinfer.models.registry import get_family
+from jaxinfer.params import ParamSpec, WeightRule
+
+PAGE, PAGES_PER_ROW, BLOCK = 16, 4, 16
+
+
+def load(
+    config: ModelConfig, tensors: dict[str, np.ndarray], dtype: str = "float32"
+) -> dict[str, Any]:
+    """The parameter tree of `tensors`, all of which must be used exactly once or be ignored."""
+    family, unused = get_family(config), set(tensors)
+
+    def leaf(spec: ParamSpec, rule: WeightRule) -> jax.Array:
+        unused.difference_update(rule.sources)
+        value = np.concatenate([tensors[name] for name in rule.sources], axis=rule.concat)
+        value = np.swapaxes(value, -1, -2) if rule.transpose else value
+        assert value.shape == spec.shape, (rule, value.shape, spec.shape)
+        assert len(spec.axes) == len(spec.shape)
+        return jnp.asarray(value, dtype)
+
+    is_leaf = lambda x: isinstance(x, (ParamSpec, WeightRule))  # noqa: E731
+    params = jax.tree.map(
+        leaf, family.param_specs(config), family.weight_rules(config), is_leaf=is_leaf
+    )
+    patterns = family.ignored_tensors(config)
+    assert not [n for n in unused if not any(p.fullmatch(n) for p in patterns)]
+    return params
+
+
+@dataclass
+class Sequence:
+    """Tokens of one request; `done` of them are in the cache. rope_length fixes dynamic rope."""
+
+    index: int
+    tokens: list[int]
+    rope_length: int
+    done: int = 0
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+class Driver:
+    """Runs steps of one shape: up to `rows` decode tokens and `blocks` blocks of prefill."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: dict[str, Any],
+        rows: int,
+        blocks: int,
+        sequences: int = 8,
+        dtype: str = "float32",
+    ) -> None:
+        self.config, self.params, self.rows, self.blocks = config, params, rows, blocks
+        self.specs = get_family(config).cache_specs(config, dtype)
+        pool = (1 + sequences * PAGES_PER_ROW, config.num_kv_heads, PAGE, config.head_dim)
+        self.caches = [
+            {"k": jnp.zeros(pool, dtype), "v": jnp.zeros(pool, dtype)}
+            for _ in range(config.num_layers)
+        ]
+        self.taps: dict[str, np.ndarray] = {}
+        self._run = jax.jit(partial(_run, config), donate_argnums=1)
+
+    def step(self, decode: list[Sequence], prefill: list[tuple[Sequence, int]]) -> None:
+        """Feed one token of each decode sequence and `n` tokens of each (sequence, n)."""
+        batch, places = self._batch(decode, prefill)
+        self.caches, logits, taps = self._run(self.params, self.caches, batch)
+        self.taps = {name: np.asarray(value) for name, value in taps.items()}
+        logits = np.asarray(logits)
+        for sequence, token_places in places:
+            sequence.logits.extend(logits[token_places])
+            sequence.done += len(token_places)
+
+    def _batch(
+        self, decode: list[Sequence], prefill: list[tuple[Sequence, int]]
+    ) -> tuple[Batch, list[tuple[Sequence, list[int]]]]:
+        assert len(decode) <= self.rows
+        count = self.rows + self.blocks * BLOCK
+        owner: list[Sequence | None] = [None] * count
+        tokens, positions, lengths = (np.zeros(count, np.int32) for _ in range(3))
+        row_of: list[Sequence | None] = [None] * (self.rows + self.blocks)
+        block_row, block_start = (np.zeros(self.blocks, np.int32) for _ in range(2))
+        block_row[:] = self.rows + self.blocks - 1
+        places = []
+        for i, sequence in enumerate(decode):
+            row_of[i] = owner[i] = sequence
+            tokens[i], positions[i] = sequence.tokens[sequence.done], sequence.done
+            places.append((sequence, [i]))
+        block = 0
+        for i, (sequence, n) in enumerate(prefill):
+            row_of[self.rows + i], mine = sequence, []
+            for j in range(n):
+                if j % BLOCK == 0:
+                    block_row[block], block_start[block] = self.rows + i, sequence.done + j
+                    block += 1
+                place = self.rows + (block - 1) * BLOCK + j % BLOCK
+                owner[place] = sequence
+                tokens[place] = sequence.tokens[sequence.done + j]
+                positions[place] = sequence.done + j
+                mine.append(place)
+            places.append((sequence, mine))
+        for place, sequence in enumerate(owner):
+            lengths[place] = sequence.rope_length if sequence else 0
+        kinds = tuple(self._kind(spec, row_of, owner, positions) for spec in self.specs)
+        arrays = (tokens, positions, lengths, block_row, block_start)
+        batch = Batch(
+            *map(jnp.asarray, arrays), kinds, rows=self.rows, blocks=self.blocks, block=BLOCK
+        )
+        return batch, places
+
+    def _kind(
+        self,
+        spec: CacheSpec,
+        row_of: list[Sequence | None],
+        owner: list[Sequence | None],
+        positions: np.ndarray,
+    ) -> KindBatch:
+        tables = np.zeros((len(row_of), PAGES_PER_ROW), np.int32)
+        base = np.zeros(len(row_of), np.int32)
+        for i, sequence in enumerate(row_of):
+            if sequence is not None:
+                # Pages that no query of this step can see have been given back.
+                first = max(0, sequence.done - spec.window + 1) // PAGE if spec.window else 0
+                base[i] = first
+                pages = [_page(sequence, p) for p in range(first, PAGES_PER_ROW)]
+                tables[i, : len(pages)] = pages
+        write = [_page(s, p // PAGE) if s else 0 for s, p in zip(owner, positions, strict=True)]
+        arrays = (tables, base, np.asarray(write, np.int32), positions % PAGE)
+        return KindBatch(*map(jnp.asarray, arrays))
+
+
+def _page(sequence: Sequence, page: int) -> int:
+    # Neighbouring pages of a sequence are apart in the pool, and in descending order.
+    return 1 + sequence.index * PAGES_PER_ROW + (PAGES_PER_ROW - 1 - page)
+
+
+def _run(
+    config: ModelConfig, params: dict[str, Any], caches: list[Any], batch: Batch
+) -> tuple[list[Any], jax.Array, dict[str, jax.Array]]:
+    family, seen = get_family(config), {}
+
+    def tap(name: str, value: jax.Array) -> jax.Array:
+        seen[name] = value
+        return value
+
+    caches, hidden = family.forward(params, config, caches, batch, tap)
+    return caches, family.logits(params, config, hidden), seen
