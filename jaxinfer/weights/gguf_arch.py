@@ -51,6 +51,7 @@ class Arch:
         layer: GGUF name inside a block -> name inside a Hugging Face layer, without the suffix.
         permuted: query and key rows are stored with the two rope halves interleaved.
         norm_plus_one: norms are stored as 1 + w where Hugging Face stores w.
+        activation: (config entry, value) of the activation.
         extra: config entries that the format leaves to the architecture.
     """
 
@@ -59,10 +60,11 @@ class Arch:
     layer: Mapping[str, str]
     permuted: bool = False
     norm_plus_one: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
     extra: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
 
-_GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+_GELU = "gelu_pytorch_tanh"
 _PHI3 = {k: v for k, v in _PLAIN.items() if k not in ("attn_q", "attn_k", "attn_v", "ffn_gate")} | {
     "attn_qkv": "self_attn.qkv_proj",
     "ffn_up": "mlp.gate_up_proj",
@@ -73,16 +75,22 @@ ARCHS: dict[str, Arch] = {
     "llama": Arch("llama", "LlamaForCausalLM", _PLAIN, permuted=True),
     "qwen2": Arch("qwen2", "Qwen2ForCausalLM", _PLAIN),
     "qwen3": Arch("qwen3", "Qwen3ForCausalLM", _PLAIN | _QK_NORM),
-    "gemma": Arch("gemma", "GemmaForCausalLM", _PLAIN, norm_plus_one=True, extra=_GELU),
+    "gemma": Arch(
+        "gemma", "GemmaForCausalLM", _PLAIN, norm_plus_one=True, activation=("hidden_act", _GELU)
+    ),
     "gemma2": Arch(
-        "gemma2", "Gemma2ForCausalLM", _PLAIN | _SANDWICH, norm_plus_one=True, extra=_GELU
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _PLAIN | _SANDWICH,
+        norm_plus_one=True,
+        activation=("hidden_activation", _GELU),
     ),
     "gemma3": Arch(
         "gemma3_text",
         "Gemma3ForCausalLM",
         _PLAIN | _SANDWICH | _QK_NORM,
         norm_plus_one=True,
-        extra=_GELU,
+        activation=("hidden_activation", _GELU),
     ),
     "phi3": Arch("phi3", "Phi3ForCausalLM", _PHI3),
     "olmo2": Arch("olmo2", "Olmo2ForCausalLM", _OLMO2 | _POST_NORMS | _QK_NORM),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.errors import WeightsError
-from jaxinfer.weights.gguf_arch import find_arch
+from jaxinfer.weights.gguf_arch import CONFIG_TENSORS, find_arch
 from jaxinfer.weights.gguf_file import GGUFFile
 
 _KEYS = {  # metadata under "{arch}." -> config entry
@@ -55,7 +55,6 @@ _HANDLED = {
     "rope.scaling.finetuned",
     "attention.sliding_window_pattern",
     "rope.freq_base_swa",
-    "attention.layer_norm_epsilon",
     "expert_count",
     "expert_used_count",
 }
@@ -68,9 +67,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     meta = {k[len(prefix) :]: v for k, v in file.metadata.items() if k.startswith(prefix)}
     _refuse_unknown(file, arch_name, meta)
     config: dict[str, Any] = {"architectures": [arch.hf_class], "model_type": arch.model_type}
-    config["hidden_act"] = "silu"
     config |= {_KEYS[k]: _uniform(file, k, v) for k, v in meta.items() if k in _KEYS}
-    config |= arch.extra
+    config |= dict([arch.activation]) | dict(arch.extra)
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
@@ -80,8 +78,11 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     embedding = file.tensors["token_embd.weight"]
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    # Qwen2 has these biases whatever its config says, and no word for them.
+    if "blk.0.attn_q.bias" in file.tensors and arch_name != "qwen2":
+        config["attention_bias"] = True
+    if "blk.0.ffn_up.bias" in file.tensors:
+        config["mlp_bias"] = True
     config["torch_dtype"] = {"F32": "float32", "F16": "float16"}.get(
         embedding.kind.name, "bfloat16"
     )
@@ -168,33 +169,27 @@ def _rope_scaling(
     factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 1.0))
     original = meta.get("rope.scaling.original_context_length")
     attn_factor = meta.get("rope.scaling.attn_factor")
-    tensors = {name: _floats(file, name) for name in ("rope_factors_long", "rope_factors_short")}
+    long, short = _floats(file, "rope_factors_long"), _floats(file, "rope_factors_short")
     freqs = _floats(file, "rope_freqs")
-    if freqs is not None:
-        if kind != "none":
-            raise WeightsError(f"GGUF file {file.path}: rope_freqs together with scaling {kind!r}")
+    if freqs is not None and kind == "none":
         return _llama3(file, freqs, config["rope_theta"], rotary)
-    if tensors["rope_factors_long"] is not None and tensors["rope_factors_short"] is not None:
-        if original is None:
-            raise WeightsError(f"GGUF file {file.path}: longrope without original_context_length")
+    if long is not None and short is not None and original is not None and freqs is None:
         config["original_max_position_embeddings"] = original
-        scaling: dict[str, Any] = {"rope_type": "longrope", "type": "longrope"}
-        scaling["long_factor"] = [float(x) for x in tensors["rope_factors_long"]]
-        scaling["short_factor"] = [float(x) for x in tensors["rope_factors_short"]]
+        scaling: dict[str, Any] = {"rope_type": "longrope"}
+        scaling |= {"long_factor": long.tolist(), "short_factor": short.tolist()}
         return scaling | ({"attention_factor": attn_factor} if attn_factor else {})
-    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn" and original and attn_factor in (None, 1.0):
-        return {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
+    if long is None and short is None and freqs is None and attn_factor in (None, 1.0):
+        if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+            return None
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        if kind == "yarn" and original:
+            scaling = {"rope_type": "yarn", "factor": factor}
+            return scaling | {"original_max_position_embeddings": original}
+    tensors = sorted(CONFIG_TENSORS & file.tensors.keys())
     raise WeightsError(
         f"GGUF file {file.path}: rope.scaling.type={kind!r} with original_context_length="
-        f"{original}, attn_factor={attn_factor} is not understood"
+        f"{original}, attn_factor={attn_factor}, tensors={tensors} is not understood"
     )
 
 

@@ -143,10 +143,12 @@ class GGUFFile:
         return self._decode(tensor, data).reshape(stop - start, *tensor.shape[1:])
 
     def _decode(self, tensor: StoredTensor, data: np.ndarray) -> np.ndarray:
-        table = data.reshape(-1, tensor.row_bytes)
         if tensor.kind in _PLAIN:
-            return table.view(_PLAIN[tensor.kind])
-        return gguf.quants.dequantize(table, tensor.kind)
+            out = data.view(_PLAIN[tensor.kind])
+        else:
+            # As one long row: the package works through rows in small groups, which costs more.
+            out = gguf.quants.dequantize(data.reshape(1, -1), tensor.kind)
+        return out.reshape(-1, tensor.shape[-1])
 
 
 class _Cursor:

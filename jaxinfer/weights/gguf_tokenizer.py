@@ -151,10 +151,13 @@ def _sentencepiece(file: GGUFFile, vocab: dict[str, int]) -> Tokenizer:
 def _merges(
     tokens: list[str], types: list[int], scores: list[float], vocab: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, in the order SentencePiece would: by its score."""
+    """Every way to join two tokens into a third, in the order SentencePiece would: by its score.
+
+    User-defined tokens come first: SentencePiece takes them whole before it looks at scores.
+    """
     skipped = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     ranked = [i for i, kind in enumerate(types) if kind not in skipped and len(tokens[i]) > 1]
-    ranked.sort(key=lambda i: (-scores[i], i))
+    ranked.sort(key=lambda i: (types[i] != _USER_DEFINED, -scores[i], i))
     out: list[tuple[str, str]] = []
     for i in ranked:
         token = tokens[i]

@@ -143,7 +143,7 @@ def _place(
         return jax.device_put(read_shard(rule, tensors, whole, dtype)).block_until_ready()
     sharding = sharding_for(spec)
     # Devices that hold the same part share one read.
-    parts: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    parts: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         bounds = [s.indices(n)[:2] for s, n in zip(index or (), spec.shape, strict=True)]
         parts.setdefault(tuple(bounds), []).append(device)

@@ -32,6 +32,7 @@ FORMS = (
     "`jaxinfer convert`, the alias smollm2-135m, or a Hub id like org/name"
 )
 HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+ARRAYS = "orbax"  # folder of the arrays inside a converted model
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -200,7 +201,7 @@ def open_directory(path: Path, name: str = "") -> Checkpoint:
     facts |= {key: bool(tokenizer.get(key)) for key in ("add_bos_token", "add_eos_token")}
     return Checkpoint(
         path,
-        "orbax" if (path / "orbax").is_dir() else "hf",
+        "orbax" if (path / ARRAYS).is_dir() else "hf",
         read_json(path / "config.json"),
         read_json(path / "generation_config.json"),
         facts,
