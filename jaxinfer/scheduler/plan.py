@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxinfer.layout import LoadOp, StepShape
-from jaxinfer.types import FinishReason
 
 if TYPE_CHECKING:
     from jaxinfer.scheduler.sequence import Sequence
@@ -30,8 +29,10 @@ class StepPlan:
         targets: i32[same]: the token that follows each of `tokens` in its sequence (0 where there is none yet).
         sampled: (row of the step, sequence) for each row that yields an output token.
         chunks: (sequence, position after the chunk) for each prefill chunk of the step.
-        scored: (sequence, first position, first prefill token index, count) for chunks whose prompt log-probabilities
-            are wanted; the token index counts positions of the padded prefill region (block * shape.block + offset).
+        scored: (sequence, first position, first prefill token index, count) for chunks whose prompt
+            log-probabilities are wanted: fed positions [first, first + count) score the prompt tokens at
+            [first + 1, first + 1 + count). The token index counts positions of the padded prefill region
+            (block * shape.block + offset).
     """
 
     shape: StepShape
@@ -70,8 +71,9 @@ class StepOutput:
         tokens: i32[sample_rows] sampled ids; -1 where the row's logits had no finite maximum (NaN).
         logprobs: f32[sample_rows] of the sampled tokens; ranks: i32[sample_rows].
         top_ids, top_logprobs: [sample_rows, 20].
-        scores: for plans with `scored`: (logprobs f32[n], ranks i32[n], top_ids i32[n, 20], top_logprobs f32[n, 20]) over the
-            padded prefill region; entry t scores the token that follows prefill token t.
+        scores: for plans with `scored`: (logprobs f32[n], ranks i32[n], top_ids i32[n, 20],
+            top_logprobs f32[n, 20]) over the padded prefill region; entry t scores the token that
+            follows prefill token t.
     """
 
     tokens: np.ndarray
@@ -82,23 +84,6 @@ class StepOutput:
     scores: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
-Score = tuple[float, int, np.ndarray, np.ndarray]  # log-probability, rank, top ids, top log-probabilities
-
-
-@dataclass(slots=True)
-class Update:
-    """What happened to one sequence: a new token, its end, or both.
-
-    Attributes:
-        row: row of the step that yielded the token (-1 for none).
-        score, prompt_scores: filled by the core for sequences that asked for log-probabilities.
-        error: why a sequence ended with FinishReason.ERROR.
-    """
-
-    sequence: Sequence
-    token: int | None = None
-    row: int = -1
-    finish_reason: FinishReason | None = None
-    score: Score | None = None
-    prompt_scores: list[Score] | None = None
-    error: str | None = None
+Score = tuple[
+    float, int, np.ndarray, np.ndarray
+]  # log-probability, rank, top ids, top log-probabilities

@@ -1,0 +1,133 @@
+"""Pages: how many pages tokens need in every cache kind, and who gets them.
+
+Joins the prefix tree with the page arithmetic of the model's cache kinds. Never decides which
+sequence runs. Called by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import CapacityError, ConfigError
+from jaxinfer.layout import RecordLayout
+from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.types import Request
+
+
+class Pages:
+    """The pools and the tree of one engine, in tokens."""
+
+    def __init__(
+        self, config: EngineConfig, specs: Seq[CacheSpec], num_pages: Seq[int], max_model_len: int
+    ) -> None:
+        self.size = config.page_size
+        self.caching = config.enable_prefix_caching
+        self.max_model_len = max_model_len
+        self.tree = PrefixTree(specs, self.size, [PagePool(n) for n in num_pages])
+        chunk = config.max_num_batched_tokens
+        if config.long_prefill_threshold:
+            chunk = min(chunk, config.long_prefill_threshold)
+        self.layout = RecordLayout(tuple(self._table(spec, chunk) for spec in specs))
+        for spec, pool in zip(specs, self.tree.pools, strict=True):
+            least = self.count(spec.window - 1) + 1
+            if spec.scope is Scope.WINDOW and pool.usable < least:
+                raise ConfigError(
+                    f"num_pages={pool.num_pages} of cache kind {spec.name!r} cannot hold one window of "
+                    f"{spec.window} tokens; at least {least + 1}"
+                )
+        usable = [
+            p.usable for p, w in zip(self.tree.pools, self.tree.windows, strict=True) if not w
+        ]
+        # Tokens whose entries a sequence that runs alone can keep.
+        self.capacity = min(usable, default=2**31 // self.size) * self.size
+
+    def _table(self, spec: CacheSpec, chunk: int) -> int:
+        whole = self.count(self.max_model_len)
+        return min(self.count(spec.window + chunk) + 2, whole) if spec.window else whole
+
+    def count(self, tokens: int) -> int:
+        """Pages that `tokens` tokens fill, the last one perhaps partly."""
+        return -(-tokens // self.size)
+
+    def output_limit(self, request: Request) -> int:
+        """Output tokens that the request may reach; CapacityError if it can never be served.
+
+        The last output token is never fed, so its entries need no room.
+        """
+        prompt = len(request.prompt_token_ids)
+        if prompt + min(request.max_tokens, 1) > self.max_model_len:
+            raise CapacityError(
+                f"a prompt of {prompt} tokens leaves no room for output: max_model_len is "
+                f"{self.max_model_len}; shorten the prompt"
+            )
+        needed = prompt + (request.max_tokens > 1)
+        if needed > self.capacity:
+            raise CapacityError(
+                f"a prompt of {prompt} tokens needs {self.count(needed)} pages of {self.size} tokens, "
+                f"the pool has {self.capacity // self.size}; at most {self.capacity - 1} prompt tokens "
+                "fit: shorten the prompt or raise num_pages"
+            )
+        return min(request.max_tokens, self.max_model_len - prompt, self.capacity - prompt + 1)
+
+    # -- growing and shrinking -----------------------------------------------------------------
+
+    def missing(self, held: Held, tokens: int) -> list[int]:
+        """Pages of each kind to come before `tokens` tokens are held (WINDOW: at most a table)."""
+        out = []
+        for kind, window in enumerate(self.tree.windows):
+            more = max(0, self.count(tokens) - held.end(kind))
+            if window:
+                more = min(more, max(0, self.layout.tables[kind] - len(held.pages[kind])))
+            out.append(more)
+        return out
+
+    def available(self) -> list[int]:
+        return [self.tree.available(kind) for kind in range(len(self.tree.pools))]
+
+    def reach(self, held: Held) -> int:
+        """Tokens that could be held with all pages that can be had now."""
+        ends = (held.end(k) + n for k, n in enumerate(self.available()))
+        return min(ends, default=2**31 // self.size) * self.size
+
+    def extend(self, held: Held, tokens: int) -> bool:
+        """Hold pages for `tokens` tokens in every kind; False (and no change) if some kind runs out."""
+        if tokens > self.reach(held):
+            return False
+        for kind, pages in enumerate(held.pages):
+            more = self.count(tokens) - held.end(kind)
+            if more > 0:
+                pages += self.tree.allocate(kind, more) or ()
+        return True
+
+    # -- prefixes ------------------------------------------------------------------------------
+
+    def lookup(self, sequence: Sequence) -> Held:
+        """The longest cached prefix, locked; at least the last known token is left to compute."""
+        if not (self.caching and sequence.reads_cache):
+            return Held(len(self.tree.specs))
+        tokens = sequence.tokens
+        return self.tree.lock(
+            self.tree.match(sequence.request.namespace, tokens, limit=len(tokens) - 1)
+        )
+
+    def cached_length(self, sequence: Sequence) -> int:
+        if not (self.caching and sequence.reads_cache):
+            return 0
+        tokens = sequence.tokens
+        return self.tree.match(sequence.request.namespace, tokens, limit=len(tokens) - 1).length
+
+    def settle(self, sequence: Sequence, computed: int) -> bool:
+        """A committed step has computed the first `computed` tokens: publish the full pages, drop dead ones.
+
+        True if the sequence's table changed because the tree had some of its pages already.
+        """
+        rewritten: list[tuple[int, int]] = []
+        request = sequence.request
+        if self.caching and request.use_prefix_cache:
+            rewritten = self.tree.insert(
+                request.namespace, sequence.tokens, computed, sequence.held
+            )
+        self.tree.trim(sequence.held, computed)
+        return bool(rewritten)

@@ -1,0 +1,450 @@
+"""Scheduler: which tokens of which sequences the next step feeds, and what its outcome means.
+
+Iteration-level batching: every round decode rows go first, then prompts under way, then the queue.
+A row takes pages only from its juniors, so the senior one always proceeds. plan() may run one step
+ahead of commit(). Never touches arrays on a device, never reads text. Called by the engine thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from jaxinfer.cache import CacheSpec, Held
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import InvalidRequest
+from jaxinfer.layout import RecordLayout, RowField
+from jaxinfer.scheduler.budget import Budget, Ladder
+from jaxinfer.scheduler.loads import load_plans, needs_load
+from jaxinfer.scheduler.pages import Pages
+from jaxinfer.scheduler.plan import LoadPlan, StepOutput, StepPlan
+from jaxinfer.scheduler.prefill import PrefillArrays
+from jaxinfer.scheduler.queue import Groups, WaitingQueue
+from jaxinfer.scheduler.rows import RowStore
+from jaxinfer.scheduler.running import Running
+from jaxinfer.scheduler.sequence import Sequence, Status, Update
+from jaxinfer.scheduler.stats import KindStats, SchedulerStats
+from jaxinfer.types import FinishReason, Request, RequestMetrics
+
+Chunk = tuple[Sequence, int]  # a sequence and the tokens of its prompt that a step takes
+
+
+class Scheduler:
+    """See the methods; a round is expire(), plan(), run the plan, commit() or fail().
+
+    Args:
+        config: budgets and policy. specs: the model's paged cache kinds. num_pages: pages of each kind's
+            pool, page 0 included. max_model_len: longest prompt + output. clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Seq[CacheSpec],
+        num_pages: Seq[int],
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self._clock = clock
+        self._pages = Pages(config, specs, num_pages, max_model_len)
+        self._ladder = Ladder(config)
+        self._rows = RowStore(config.rows, self._pages.layout)
+        self._running = Running()
+        self._waiting = WaitingQueue(config.policy, self._pages.cached_length)
+        self._groups = Groups()
+        self._sequences: dict[str, Sequence] = {}
+        self._deadlines: dict[str, float] = {}
+        self._next_deadline = float("inf")
+        self._ready: deque[StepPlan | LoadPlan] = deque()
+        self._arrivals = self._preemptions = self._queries = self._hits = 0
+
+    @property
+    def layout(self) -> RecordLayout:
+        return self._pages.layout
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. CapacityError if it can never fit, InvalidRequest if its id is in use."""
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request_id={request.request_id!r} is in use; give another one")
+        if not request.prompt_token_ids:
+            raise InvalidRequest("prompt_token_ids is empty; give at least one token")
+        limit = self._pages.output_limit(request)
+        self._arrivals += 1
+        held = Held(len(self._pages.tree.specs))
+        metrics = RequestMetrics(arrival_time=request.arrival)
+        tokens = list(request.prompt_token_ids)
+        sequence = Sequence(request, self._arrivals, limit, tokens, held, metrics=metrics)
+        self._sequences[request.request_id] = sequence
+        self._waiting.push(sequence)
+        self._groups.add(sequence)
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = request.deadline
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        return sequence
+
+    def check_fits(self, request: Request) -> None:
+        """CapacityError if the pools can never hold the request. Safe from any thread."""
+        self._pages.output_limit(request)
+
+    def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> Sequence | None:
+        """End a request now (a stop string was found); None if it has ended already."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence, reason)
+        return sequence
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a request that nobody wants any more; None if it has ended already."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def expire(self, now: float | None = None) -> list[Update]:
+        """End every request whose deadline has passed, with ABORT."""
+        now = self._clock() if now is None else now
+        if now < self._next_deadline:
+            return []
+        late = [key for key, deadline in self._deadlines.items() if deadline <= now]
+        ended = [self.abort(key) for key in late]
+        self._next_deadline = min(self._deadlines.values(), default=float("inf"))
+        return [Update(s, None, None, FinishReason.ABORT) for s in ended if s is not None]
+
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._ready)
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | LoadPlan | None:
+        """The next step to run, or None if there is nothing to run before the next commit."""
+        if not self._ready:
+            self._plan_step()
+        return self._ready.popleft() if self._ready else None
+
+    def _plan_step(self) -> None:
+        stalled = self._claim_decode()
+        tokens = self.config.max_num_batched_tokens - self._running.num_decoding
+        budget = Budget(tokens, self._ladder.max_blocks, self._ladder.block)
+        before = self._preemptions
+        chunks = self._claim_prefills(budget)
+        fresh: list[Sequence] = []
+        if not stalled and self._preemptions == before and len(self._waiting):
+            fresh = self._admit(budget, chunks)
+        members, decode = self._build_decode(stalled)
+        arrays = PrefillArrays(self._rows, self._pages.tree, self._ladder.block)
+        for sequence, length in chunks:
+            arrays.add(sequence, length)
+        if not members and not chunks:
+            return
+        shape = self._ladder.smallest(len(members), arrays.num_blocks)
+        sampled = list(enumerate(members))
+        plan = StepPlan(
+            shape,
+            decode,
+            arrays.records(),
+            arrays.blocks(),
+            arrays.tokens(),
+            arrays.targets(),
+            sampled,
+            scored=arrays.scored,
+        )
+        for index, (sequence, length) in enumerate(chunks):
+            if self._advance(sequence, length):
+                sampled.append((shape.rows + index, sequence))
+            plan.chunks.append((sequence, sequence.scheduled))
+        # Slots are filled before the step that first samples from them.
+        self._ready.extend(load_plans(s for s in fresh if needs_load(s)))
+        self._ready.append(plan)
+
+    def _claim_decode(self) -> set[Sequence]:
+        """Pages for the rows that begin a page; the rows that must sit out this step."""
+        members, slots = self._running.decoding()
+        starts = self._rows.records[slots, RowField.START]
+        stalled: set[Sequence] = set()
+        for index in np.flatnonzero(starts % self._pages.size == 0):
+            sequence = members[index]
+            if sequence.status is not Status.DECODE:  # preempted for a row before
+                continue
+            if self._claim(sequence, int(starts[index]) + 1):
+                self._rows.add_page(sequence, self._pages.tree)
+            else:
+                stalled.add(sequence)
+        return stalled
+
+    def _claim(self, sequence: Sequence, tokens: int) -> bool:
+        """Hold pages for `tokens` tokens, if need be at the cost of juniors."""
+        while not self._pages.extend(sequence.held, tokens):
+            victim = self._running.last()
+            if victim is sequence:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of the queue; what it has computed stays in the tree as long as it may."""
+        self._leave(sequence, Status.WAITING)
+        sequence.scheduled = 0
+        sequence.preemptions += 1
+        self._preemptions += 1
+        self._waiting.push(sequence)
+
+    def _leave(self, sequence: Sequence, status: Status) -> None:
+        self._running.move(sequence, status)
+        self._rows.close(sequence)
+        self._pages.tree.release(sequence.held)
+
+    def _claim_prefills(self, budget: Budget) -> list[Chunk]:
+        """Chunks of the prompts under way, seniors first."""
+        chunks: list[Chunk] = []
+        for sequence in self._running.prefilling():
+            if sequence.status is Status.PREFILL:
+                length = self._claim_chunk(sequence, budget)
+                if not length and self._wanted(sequence, budget):
+                    self._claim(sequence, sequence.scheduled + 1)
+                    length = self._claim_chunk(sequence, budget)
+                if length:
+                    chunks.append((sequence, length))
+        return chunks
+
+    def _wanted(self, sequence: Sequence, budget: Budget) -> int:
+        """Tokens that the budgets let a prompt take of this step."""
+        rest = len(sequence.tokens) - sequence.scheduled
+        return budget.chunk(min(rest, self.config.long_prefill_threshold or rest))
+
+    def _claim_chunk(self, sequence: Sequence, budget: Budget) -> int:
+        """Hold the pages of a prompt's next chunk, as long as budget and pages allow; its length."""
+        start = sequence.scheduled
+        end = min(start + self._wanted(sequence, budget), self._pages.reach(sequence.held))
+        if end <= start:
+            return 0
+        self._pages.extend(sequence.held, end)
+        budget.spend(end - start)
+        return end - start
+
+    def _build_decode(self, stalled: set[Sequence]) -> tuple[list[Sequence], np.ndarray]:
+        members, slots = self._running.decoding()
+        if stalled:
+            keep = [i for i, s in enumerate(members) if s not in stalled]
+            members, slots = [members[i] for i in keep], slots[keep]
+        if not members:
+            return [], np.zeros((0, self.layout.width), np.int32)
+        longest = int(self._rows.records[slots, RowField.START].max()) // self._pages.size + 1
+        decode = self._rows.take_decode(slots, [min(longest, n) for n in self.layout.tables])
+        for sequence in members:
+            sequence.inflight += 1
+        for index in np.flatnonzero(self._rows.left[slots] == 0):
+            self._running.move(members[index], Status.DRAIN)
+        return members, decode
+
+    def _advance(self, sequence: Sequence, length: int) -> bool:
+        """Account for a planned chunk; True if its last token samples."""
+        sequence.scheduled += length
+        sequence.inflight += 1
+        if sequence.scheduled < len(sequence.tokens):
+            return False
+        samples = sequence.limit > 0
+        self._rows.left[sequence.slot] -= samples
+        if self._rows.left[sequence.slot] > 0:
+            self._running.move(sequence, Status.DECODE)
+            self._rows.start_decoding(sequence, self._pages.tree)
+        else:
+            self._running.move(sequence, Status.DRAIN)
+        return samples
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit(self, budget: Budget, chunks: list[Chunk]) -> list[Sequence]:
+        """Start waiting sequences in order until one does not fit; their chunks go to `chunks`."""
+        lengths = dict(chunks)
+        partial = 0
+        reserve = [self._running.num_decoding] * len(self.layout.tables)
+        for sequence in self._running.prefilling():
+            partial += sequence.scheduled + lengths.get(sequence, 0) < len(sequence.tokens)
+            self._add_missing(reserve, sequence)
+        fresh: list[Sequence] = []
+        for sequence in self._waiting.ordered():
+            if not self._rows.free or not budget.chunk(1) or sequence.inflight:
+                break
+            if self._sibling_waits(sequence):
+                continue
+            length = self._start(sequence, budget, reserve, partial)
+            if not length:
+                break
+            partial += sequence.scheduled + length < len(sequence.tokens)
+            self._add_missing(reserve, sequence)
+            chunks.append((sequence, length))
+            fresh.append(sequence)
+        return fresh
+
+    def _add_missing(self, reserve: list[int], sequence: Sequence) -> None:
+        missing = self._pages.missing(sequence.held, len(sequence.tokens) + 1)
+        for kind, pages in enumerate(missing):
+            reserve[kind] += pages
+
+    def _sibling_waits(self, sequence: Sequence) -> bool:
+        shares = self._pages.caching and sequence.reads_cache
+        return shares and self._groups.must_wait(sequence)
+
+    def _start(self, sequence: Sequence, budget: Budget, reserve: list[int], partial: int) -> int:
+        """Admit one sequence; the length of its first chunk, or 0 (and no change) if it must wait.
+
+        Its whole prompt and the next page of everything that runs must fit, unless nothing runs.
+        """
+        sequence.held = self._pages.lookup(sequence)
+        hit = sequence.scheduled = sequence.held.depth * self._pages.size
+        need = self._pages.missing(sequence.held, len(sequence.tokens) + 1)
+        spare = zip(self._pages.available(), need, reserve, strict=True)
+        wanted = self._wanted(sequence, budget)
+        unfinished = hit + wanted < len(sequence.tokens)
+        fits = not len(self._running) or all(have >= n + r for have, n, r in spare)
+        may_be_cut = partial < self.config.max_partial_prefills
+        length = (
+            self._claim_chunk(sequence, budget) if fits and (may_be_cut or not unfinished) else 0
+        )
+        if not length:
+            self._pages.tree.release(sequence.held)
+            sequence.scheduled = 0
+            return 0
+        self._waiting.remove(sequence)
+        self._rows.open(sequence)
+        self._running.move(sequence, Status.PREFILL)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = hit
+            sequence.metrics.first_scheduled_time = self._clock()
+            if self._pages.caching and sequence.reads_cache:
+                self._queries += len(sequence.tokens)
+                self._hits += hit
+        return length
+
+    # -- outcomes ------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Update]:
+        """Take in the outcome of a step; plans are committed in the order in which they were made."""
+        updates: list[Update] = []
+        for sequence, end in plan.chunks:
+            sequence.inflight -= 1
+            if sequence.slot:
+                self._commit_chunk(sequence, end, updates)
+        now = self._clock()
+        size, decode_rows = self._pages.size, plan.shape.rows
+        tokens = output.tokens.tolist()
+        for row, sequence in plan.sampled:
+            if row < decode_rows:
+                sequence.inflight -= 1
+            if sequence.finish_reason is not None:  # ended meanwhile: a surplus row
+                continue
+            token = tokens[row]
+            if token < 0:
+                self._end(sequence, FinishReason.ERROR)
+                updates.append(Update(sequence, None, row, FinishReason.ERROR))
+                continue
+            known = sequence.tokens
+            known.append(token)
+            if sequence.metrics.first_token_time is None:
+                sequence.metrics.first_token_time = now
+            if (len(known) - 1) % size == 0 and sequence.slot:
+                self._settle(sequence, len(known) - 1)
+            reason = self._stop_reason(sequence, token)
+            if reason is not None:
+                self._end(sequence, reason)
+            updates.append(Update(sequence, token, row, reason))
+        return updates
+
+    def _commit_chunk(self, sequence: Sequence, end: int, updates: list[Update]) -> None:
+        self._settle(sequence, end)
+        if end < sequence.prompt_length:
+            return
+        self._groups.mark_done(sequence)
+        if sequence.limit == 0:
+            self._end(sequence, FinishReason.LENGTH)
+            updates.append(Update(sequence, None, None, FinishReason.LENGTH))
+
+    def _settle(self, sequence: Sequence, computed: int) -> None:
+        changed = self._pages.settle(sequence, computed)
+        if changed and sequence.status is Status.DECODE:
+            record = self._rows.records[sequence.slot]
+            self._rows.write_table(
+                record, self._pages.tree, sequence.held, int(record[RowField.START])
+            )
+
+    @staticmethod
+    def _stop_reason(sequence: Sequence, token: int) -> FinishReason | None:
+        request = sequence.request
+        count = len(sequence.tokens) - len(request.prompt_token_ids)
+        if token in request.stop_ids and count >= request.params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= sequence.limit else None
+
+    def fail(self, plan: StepPlan | LoadPlan) -> list[Update]:
+        """A plan raised: end all of its sequences with ERROR; nothing it computed is kept."""
+        if isinstance(plan, LoadPlan):
+            slots = {slot for slot, _ in plan.resets} | {entry[0] for entry in plan.entries}
+            involved = [s for s in self._running if s.slot in slots]
+        else:
+            decode = [s for row, s in plan.sampled if row < plan.shape.rows]
+            involved = decode + [s for s, _ in plan.chunks]
+            for sequence in involved:
+                sequence.inflight -= 1
+        lost = [s for s in involved if s.finish_reason is None]
+        for sequence in lost:
+            self._end(sequence, FinishReason.ERROR)
+        return [Update(s, None, None, FinishReason.ERROR) for s in lost]
+
+    def restart(self) -> None:
+        """The device state was lost: whatever runs is computed again, and no cached page is valid."""
+        for sequence in list(self._running):
+            self._preempt(sequence)
+        self._ready.clear()
+        self._pages.tree.clear()
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.slot:
+            self._leave(sequence, Status.FINISHED)
+        else:
+            self._waiting.remove(sequence)
+            sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.metrics.finished_time = self._clock()
+        self._groups.remove(sequence)
+        self._deadlines.pop(sequence.request.request_id, None)
+        del self._sequences[sequence.request.request_id]
+
+    # -- the cache, gauges and checks ----------------------------------------------------------
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix; running sequences keep their pages."""
+        self._pages.tree.clear()
+
+    def stats(self) -> SchedulerStats:
+        tree = self._pages.tree
+        kinds = tuple(
+            KindStats(spec.name, pool.usable, pool.free, tree.evictable(kind))
+            for kind, (spec, pool) in enumerate(zip(tree.specs, tree.pools, strict=True))
+        )
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kinds=kinds,
+            preemptions=self._preemptions,
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+        )
+
+    def check(self) -> None:
+        """Assert that nothing leaks: pages, slots, maps. For tests and idle moments."""
+        running = list(self._running)
+        self._pages.tree.check(s.held for s in running)
+        assert len(running) + len(self._waiting) == len(self._sequences)
+        slots = [s.slot for s in running]
+        assert 0 not in slots and len(set(slots)) == len(slots)
+        assert len(slots) + self._rows.free == self.config.rows, "a slot leaked"
+        for sequence in self._sequences.values():
+            assert sequence.running or sequence in self._waiting
+        assert self._deadlines.keys() <= self._sequences.keys()
+        if not self._sequences:
+            assert not self._groups and not self._deadlines
+            assert all(kind.protected == 0 for kind in self.stats().kinds)
