@@ -6,7 +6,8 @@ shape of the model itself, is in model_config.py. Imports no JAX.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, fields
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.layout import StepShape
@@ -113,3 +114,31 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _int_in(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+
+
+# Names that vLLM users know -> ours.
+ALIASES = {
+    "block_size": "page_size",
+    "num_gpu_blocks_override": "num_pages",
+    "gpu_memory_utilization": "memory_fraction",
+    "async_scheduling": "overlap",
+    "scheduling_policy": "policy",
+    "max_num_partial_prefills": "max_partial_prefills",
+    "long_prefill_token_threshold": "long_prefill_threshold",
+}
+
+
+def engine_config(**options: object) -> EngineConfig:
+    """An EngineConfig from keyword options, vLLM's names included; unknown ones are refused with a hint."""
+    known = {f.name for f in fields(EngineConfig)}
+    resolved: dict[str, object] = {}
+    for name, value in options.items():
+        target = ALIASES.get(name, name)
+        if target not in known:
+            near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known options: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown engine option {name}={value!r}{hint}")
+        if target in resolved:
+            raise ConfigError(f"engine option {target} is given twice (once as {name})")
+        resolved[target] = value
+    return EngineConfig(**resolved)  # type: ignore[arg-type]  # values are checked by EngineConfig itself

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import jax
@@ -21,15 +21,15 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.errors import CapacityError
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
-from jaxinfer.scheduler.plan import LoadPlan, StepPlan
-from jaxinfer.scheduler.scheduler import Scheduler, Update
-from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.layout import RowFlag
+from jaxinfer.scheduler import LoadPlan, Scheduler, Sequence, StepOutput, StepPlan, Update
+from jaxinfer.scheduler.plan import Score
 from jaxinfer.sizing import PoolSizes, size_pools
 from jaxinfer.step.compile import Executables, enable_compile_cache
 from jaxinfer.step.forward import StepModel, unpack_result
 from jaxinfer.step.pack import pack_load, pack_step
 from jaxinfer.step.state import DeviceState, create_state
-from jaxinfer.types import Request
+from jaxinfer.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Counters:
 class _InFlight:
     plan: StepPlan
     result: jax.Array
+    flags: int  # OR of the rows' RowFlags
 
 
 class EngineCore:
@@ -81,6 +82,7 @@ class EngineCore:
         )
         self.counters = Counters()
         self._inflight: deque[_InFlight] = deque()
+        self._scores: dict[str, list[Score]] = {}  # prompt positions scored so far, by request id
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         self.executables.warm_up(progress)
@@ -89,8 +91,15 @@ class EngineCore:
         """Queue a request. Raises CapacityError if it can never fit."""
         return self.scheduler.add(request)
 
+    def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> list[Update]:
+        """End a request from outside: a stop string was found, or nobody wants it any more."""
+        sequence = self.scheduler.finish(request_id, reason)
+        self._scores.pop(request_id, None)
+        return [] if sequence is None else [Update(sequence, None, None, reason)]
+
     def abort(self, request_id: str) -> list[Update]:
-        return self.scheduler.abort(request_id)
+        """End a request that nobody wants any more."""
+        return self.finish(request_id, FinishReason.ABORT)
 
     def has_work(self) -> bool:
         return bool(self._inflight) or self.scheduler.has_work()
@@ -98,13 +107,12 @@ class EngineCore:
     def step(self) -> list[Update]:
         """One round: dispatch the next step, then commit the oldest one that may be awaited."""
         start = time.perf_counter()
+        updates = self.scheduler.expire()
         plan = self.scheduler.plan()
-        updates = self.scheduler.take_updates()
-        while isinstance(plan, LoadPlan):
-            self._dispatch_load(plan)
-            plan = self.scheduler.plan()
-            updates += self.scheduler.take_updates()
         try:
+            while isinstance(plan, LoadPlan):
+                self._dispatch_load(plan)
+                plan = self.scheduler.plan()
             if plan is not None:
                 self._dispatch(plan)
             self.counters.host_seconds += time.perf_counter() - start
@@ -122,7 +130,7 @@ class EngineCore:
         self.state = state
         result = scored if plan.scored else result
         result.copy_to_host_async()
-        self._inflight.append(_InFlight(plan, result))
+        self._inflight.append(_InFlight(plan, result, int(buffer[0])))
         counters = self.counters
         counters.steps += 1
         counters.dispatches += 1
@@ -142,21 +150,52 @@ class EngineCore:
         host = np.asarray(flight.result)
         self._inflight.popleft()
         start = time.perf_counter()
-        updates = self.scheduler.commit(flight.plan, unpack_result(host, flight.plan.shape))
+        output = unpack_result(host, flight.plan.shape)
+        self._keep_scores(flight.plan, output)
+        updates = self.scheduler.commit(flight.plan, output)
+        if self._scores or (flight.flags & RowFlag.LOGPROBS):
+            updates = [self._with_scores(update, output) for update in updates]
         self.counters.copies_out += 1
         self.counters.tokens_sampled += len(flight.plan.sampled)
         self.counters.host_seconds += time.perf_counter() - start
         return updates
 
-    def _recover(self, plan: StepPlan | None, error: Exception) -> list[Update]:
-        """A step raised: its sequences end with an error, everyone else is recomputed on a fresh state."""
-        log.error("a step failed and its requests end with an error: %s", error)
+    def _keep_scores(self, plan: StepPlan, output: StepOutput) -> None:
+        """Log-probabilities of prompt positions, kept until their request's next update."""
+        for sequence, _, first, count in plan.scored:
+            if sequence.finish_reason is None and output.scores is not None:
+                rows = zip(*(a[first : first + count] for a in output.scores), strict=True)
+                kept = self._scores.setdefault(sequence.request.request_id, [])
+                kept.extend((float(p), int(rank), ids, top) for p, rank, ids, top in rows)
+
+    def _with_scores(self, update: Update, output: StepOutput) -> Update:
+        sequence = update.sequence
+        scores = self._scores.pop(sequence.request.request_id, None)
+        if update.token is None or sequence.request.params.logprobs is None:
+            return update._replace(prompt_scores=scores)
+        row = update.row
+        assert row is not None and output.logprobs is not None and output.ranks is not None
+        assert output.top_ids is not None and output.top_logprobs is not None
+        score = (
+            float(output.logprobs[row]),
+            int(output.ranks[row]),
+            output.top_ids[row],
+            output.top_logprobs[row],
+        )
+        return update._replace(score=score, prompt_scores=scores)
+
+    def _recover(self, plan: StepPlan | LoadPlan | None, error: Exception) -> list[Update]:
+        """A step raised: its sequences end with an error, the others are computed again."""
+        log.error("a step failed; its requests end with an error: %s", error)
         self.counters.failed_steps += 1
-        plans = [flight.plan for flight in self._inflight]
-        if plan is not None and plan not in plans:
+        plans: list[StepPlan | LoadPlan] = [flight.plan for flight in self._inflight]
+        if plan is not None and all(plan is not other for other in plans):
             plans.append(plan)
         self._inflight.clear()
-        updates = self.scheduler.fail(plans)
+        updates = [update for failed in plans for update in self.scheduler.fail(failed)]
+        for update in updates:
+            self._scores.pop(update.sequence.request.request_id, None)
+        self.scheduler.restart()
         self.state = self._new_state()
         return updates
 
@@ -172,7 +211,7 @@ class EngineCore:
         out: dict[str, Any] = {f.name: getattr(self.counters, f.name) for f in fields(Counters)}
         out["compiles"] = self.executables.compiles
         out["compile_seconds"] = self.executables.compile_seconds
-        return out | self.scheduler.stats()
+        return out | asdict(self.scheduler.stats())
 
     def check(self) -> None:
         """Raise AssertionError if pools, tree and sequences disagree (tests call it when idle)."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from jaxinfer.inputs import Prompt
-from jaxinfer.scheduler.plan import Score, Update
+from jaxinfer.scheduler.plan import Score
+from jaxinfer.scheduler.sequence import Update
 from jaxinfer.text.output import OutputText
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import (
@@ -91,14 +92,14 @@ class RequestState:
                 self._finish(index, FinishReason.STOP)
                 return update.sequence.request.request_id
         if update.finish_reason is not None:
-            self._finish(index, update.finish_reason, update.error)
+            self._finish(index, update.finish_reason)
         return None
 
     def _stamp(self, update: Update) -> None:
         sequence, metrics = update.sequence, self.metrics
-        self.cached_tokens = max(self.cached_tokens, sequence.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens, sequence.cached_tokens or 0)
         if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = sequence.first_scheduled
+            metrics.first_scheduled_time = sequence.metrics.first_scheduled_time
         if metrics.first_token_time is None and update.token is not None:
             metrics.first_token_time = time.monotonic()
 
@@ -111,7 +112,7 @@ class RequestState:
             entry = self._entry(token, update.score, self.params.logprobs or 0)
             output.logprobs.append(entry)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[token].logprob
-        is_stop = update.finish_reason is FinishReason.STOP
+        is_stop = update.finish_reason == FinishReason.STOP
         if is_stop:
             eos = token not in (self.params.stop_token_ids or ())
             output.stop_reason = None if eos else token
@@ -124,15 +125,15 @@ class RequestState:
         output.stop_reason = delta.stop
         return True
 
-    def _finish(self, index: int, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(self, index: int, reason: FinishReason) -> None:
         output, text = self.outputs[index], self._texts[index]
-        if text is not None and output.finish_reason is None and reason is not FinishReason.STOP:
-            output.text += text.finish()
-        elif text is not None and not isinstance(output.stop_reason, str):
-            output.text += text.finish()
+        if text is not None:
+            rest = text.finish()
+            output.text += rest.text
+            output.stop_reason = output.stop_reason if rest.stop is None else rest.stop
         output.finish_reason = str(reason)
         if reason is FinishReason.ERROR:
-            self.error = error or "the step failed"
+            self.error = "the model yielded logits that are not finite, or its step failed"
         if self.finished:
             self.metrics.finished_time = time.monotonic()
 

@@ -31,7 +31,7 @@ def size_pools(
     config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec, ...]
 ) -> PoolSizes:
     """Pages for every spec. Raises CapacityError when one sequence of max_model_len does not fit."""
-    limit = model.max_position_embeddings
+    limit = model.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len={config.max_model_len} exceeds what the model supports; allowed [2, {limit}]"

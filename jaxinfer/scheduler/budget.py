@@ -25,16 +25,17 @@ class Ladder:
 
 
 class Budget:
-    """Tokens and query blocks that are left in the step being planned."""
+    """Tokens and query blocks left in the step being planned; `threshold` caps one prompt (0: no cap)."""
 
-    def __init__(self, tokens: int, blocks: int, block: int) -> None:
+    def __init__(self, tokens: int, blocks: int, block: int, threshold: int = 0) -> None:
         self.tokens = tokens
         self.blocks = blocks
         self.block = block
+        self.threshold = threshold
 
     def chunk(self, wanted: int) -> int:
         """Tokens of a prompt chunk that still fit."""
-        return min(wanted, self.tokens, self.blocks * self.block)
+        return min(wanted, self.threshold or wanted, self.tokens, self.blocks * self.block)
 
     def spend(self, tokens: int) -> int:
         """Take a chunk; the number of blocks it is cut into."""

@@ -103,9 +103,12 @@ class Pages:
 
     # -- prefixes ------------------------------------------------------------------------------
 
+    def may_read(self, sequence: Sequence) -> bool:
+        return self.caching and sequence.reads_cache
+
     def lookup(self, sequence: Sequence) -> Held:
         """The longest cached prefix, locked; at least the last known token is left to compute."""
-        if not (self.caching and sequence.reads_cache):
+        if not self.may_read(sequence):
             return Held(len(self.tree.specs))
         tokens = sequence.tokens
         return self.tree.lock(
@@ -113,7 +116,7 @@ class Pages:
         )
 
     def cached_length(self, sequence: Sequence) -> int:
-        if not (self.caching and sequence.reads_cache):
+        if not self.may_read(sequence):
             return 0
         tokens = sequence.tokens
         return self.tree.match(sequence.request.namespace, tokens, limit=len(tokens) - 1).length

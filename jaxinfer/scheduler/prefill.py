@@ -1,6 +1,6 @@
 """Prefill chunks of one step: cut into query blocks and laid out as the arrays of a StepPlan.
 
-Never chooses what to prefill. Called by the scheduler when all pages of the step are held.
+Never chooses what to prefill. Called by the scheduler and the admission.
 """
 
 from __future__ import annotations
@@ -8,12 +8,28 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.cache import PrefixTree
+from jaxinfer.scheduler.budget import Budget
+from jaxinfer.scheduler.pages import Pages
 from jaxinfer.scheduler.rows import RowStore
 from jaxinfer.scheduler.sequence import Sequence
 
+Chunk = tuple[Sequence, int]  # a sequence and the tokens of its prompt that a step takes
+
+
+def claim_chunk(sequence: Sequence, budget: Budget, pages: Pages) -> int:
+    """Hold the pages of a prompt's next chunk, as far as budget and pages go; its length."""
+    start = sequence.scheduled
+    wanted = budget.chunk(len(sequence.tokens) - start)
+    length = min(wanted, pages.reach(sequence.held) - start)
+    if length <= 0:
+        return 0
+    pages.extend(sequence.held, start + length)
+    budget.spend(length)
+    return length
+
 
 class PrefillArrays:
-    """Collects chunks; afterwards its attributes are those that StepPlan describes."""
+    """Collects chunks once all pages of the step are held; afterwards its attributes are those that StepPlan describes."""
 
     def __init__(self, rows: RowStore, tree: PrefixTree, block: int) -> None:
         self._rows = rows

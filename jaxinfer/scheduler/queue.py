@@ -43,12 +43,12 @@ class WaitingQueue:
         if self._policy != "lpm":
             return iter([sequence for _, sequence in self._items])
         head = [s for _, s in self._items[:LPM_HORIZON]]
-        head.sort(key=lambda s: (not s.preemptions, -self._cached_length(s), s.order))
+        head.sort(key=lambda s: (not s.preempted, -self._cached_length(s), s.order))
         return iter(head)
 
     def _key(self, sequence: Sequence) -> Key:
         priority = sequence.request.priority if self._policy == "priority" else 0
-        return (priority, not sequence.preemptions, sequence.order)
+        return (priority, not sequence.preempted, sequence.order)
 
     def _find(self, sequence: Sequence) -> int:
         return bisect_left(self._items, self._key(sequence), key=lambda item: item[0])

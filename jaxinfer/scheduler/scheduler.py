@@ -18,19 +18,17 @@ from jaxinfer.cache import CacheSpec, Held
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.layout import RecordLayout, RowField
+from jaxinfer.scheduler.admission import Admission
 from jaxinfer.scheduler.budget import Budget, Ladder
 from jaxinfer.scheduler.loads import load_plans, needs_load
 from jaxinfer.scheduler.pages import Pages
 from jaxinfer.scheduler.plan import LoadPlan, StepOutput, StepPlan
-from jaxinfer.scheduler.prefill import PrefillArrays
-from jaxinfer.scheduler.queue import Groups, WaitingQueue
+from jaxinfer.scheduler.prefill import Chunk, PrefillArrays, claim_chunk
 from jaxinfer.scheduler.rows import RowStore
 from jaxinfer.scheduler.running import Running
 from jaxinfer.scheduler.sequence import Sequence, Status, Update
 from jaxinfer.scheduler.stats import KindStats, SchedulerStats
 from jaxinfer.types import FinishReason, Request, RequestMetrics
-
-Chunk = tuple[Sequence, int]  # a sequence and the tokens of its prompt that a step takes
 
 
 class Scheduler:
@@ -55,13 +53,14 @@ class Scheduler:
         self._ladder = Ladder(config)
         self._rows = RowStore(config.rows, self._pages.layout)
         self._running = Running()
-        self._waiting = WaitingQueue(config.policy, self._pages.cached_length)
-        self._groups = Groups()
+        self._admission = Admission(config, self._pages, self._rows, self._running, clock)
+        self._waiting = self._admission.waiting
+        self._groups = self._admission.groups
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: dict[str, float] = {}
         self._next_deadline = float("inf")
         self._ready: deque[StepPlan | LoadPlan] = deque()
-        self._arrivals = self._preemptions = self._queries = self._hits = 0
+        self._arrivals = self._preemptions = 0
 
     @property
     def layout(self) -> RecordLayout:
@@ -91,6 +90,10 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """CapacityError if the pools can never hold the request. Safe from any thread."""
+        self._pages.output_limit(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise CapacityError if the request can never be served. Safe to call from any thread."""
         self._pages.output_limit(request)
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> Sequence | None:
@@ -128,12 +131,13 @@ class Scheduler:
     def _plan_step(self) -> None:
         stalled = self._claim_decode()
         tokens = self.config.max_num_batched_tokens - self._running.num_decoding
-        budget = Budget(tokens, self._ladder.max_blocks, self._ladder.block)
+        threshold = self.config.long_prefill_threshold
+        budget = Budget(tokens, self._ladder.max_blocks, self._ladder.block, threshold)
         before = self._preemptions
         chunks = self._claim_prefills(budget)
         fresh: list[Sequence] = []
         if not stalled and self._preemptions == before and len(self._waiting):
-            fresh = self._admit(budget, chunks)
+            fresh = self._admission.admit(budget, chunks)
         members, decode = self._build_decode(stalled)
         arrays = PrefillArrays(self._rows, self._pages.tree, self._ladder.block)
         for sequence, length in chunks:
@@ -188,7 +192,7 @@ class Scheduler:
         """Back to the front of the queue; what it has computed stays in the tree as long as it may."""
         self._leave(sequence, Status.WAITING)
         sequence.scheduled = 0
-        sequence.preemptions += 1
+        sequence.preempted = True
         self._preemptions += 1
         self._waiting.push(sequence)
 
@@ -202,28 +206,13 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in self._running.prefilling():
             if sequence.status is Status.PREFILL:
-                length = self._claim_chunk(sequence, budget)
-                if not length and self._wanted(sequence, budget):
+                length = claim_chunk(sequence, budget, self._pages)
+                if not length and budget.chunk(1):
                     self._claim(sequence, sequence.scheduled + 1)
-                    length = self._claim_chunk(sequence, budget)
+                    length = claim_chunk(sequence, budget, self._pages)
                 if length:
                     chunks.append((sequence, length))
         return chunks
-
-    def _wanted(self, sequence: Sequence, budget: Budget) -> int:
-        """Tokens that the budgets let a prompt take of this step."""
-        rest = len(sequence.tokens) - sequence.scheduled
-        return budget.chunk(min(rest, self.config.long_prefill_threshold or rest))
-
-    def _claim_chunk(self, sequence: Sequence, budget: Budget) -> int:
-        """Hold the pages of a prompt's next chunk, as long as budget and pages allow; its length."""
-        start = sequence.scheduled
-        end = min(start + self._wanted(sequence, budget), self._pages.reach(sequence.held))
-        if end <= start:
-            return 0
-        self._pages.extend(sequence.held, end)
-        budget.spend(end - start)
-        return end - start
 
     def _build_decode(self, stalled: set[Sequence]) -> tuple[list[Sequence], np.ndarray]:
         members, slots = self._running.decoding()
@@ -254,71 +243,6 @@ class Scheduler:
         else:
             self._running.move(sequence, Status.DRAIN)
         return samples
-
-    # -- admission -----------------------------------------------------------------------------
-
-    def _admit(self, budget: Budget, chunks: list[Chunk]) -> list[Sequence]:
-        """Start waiting sequences in order until one does not fit; their chunks go to `chunks`."""
-        lengths = dict(chunks)
-        partial = 0
-        reserve = [self._running.num_decoding] * len(self.layout.tables)
-        for sequence in self._running.prefilling():
-            partial += sequence.scheduled + lengths.get(sequence, 0) < len(sequence.tokens)
-            self._add_missing(reserve, sequence)
-        fresh: list[Sequence] = []
-        for sequence in self._waiting.ordered():
-            if not self._rows.free or not budget.chunk(1) or sequence.inflight:
-                break
-            if self._sibling_waits(sequence):
-                continue
-            length = self._start(sequence, budget, reserve, partial)
-            if not length:
-                break
-            partial += sequence.scheduled + length < len(sequence.tokens)
-            self._add_missing(reserve, sequence)
-            chunks.append((sequence, length))
-            fresh.append(sequence)
-        return fresh
-
-    def _add_missing(self, reserve: list[int], sequence: Sequence) -> None:
-        missing = self._pages.missing(sequence.held, len(sequence.tokens) + 1)
-        for kind, pages in enumerate(missing):
-            reserve[kind] += pages
-
-    def _sibling_waits(self, sequence: Sequence) -> bool:
-        shares = self._pages.caching and sequence.reads_cache
-        return shares and self._groups.must_wait(sequence)
-
-    def _start(self, sequence: Sequence, budget: Budget, reserve: list[int], partial: int) -> int:
-        """Admit one sequence; the length of its first chunk, or 0 (and no change) if it must wait.
-
-        Its whole prompt and the next page of everything that runs must fit, unless nothing runs.
-        """
-        sequence.held = self._pages.lookup(sequence)
-        hit = sequence.scheduled = sequence.held.depth * self._pages.size
-        need = self._pages.missing(sequence.held, len(sequence.tokens) + 1)
-        spare = zip(self._pages.available(), need, reserve, strict=True)
-        wanted = self._wanted(sequence, budget)
-        unfinished = hit + wanted < len(sequence.tokens)
-        fits = not len(self._running) or all(have >= n + r for have, n, r in spare)
-        may_be_cut = partial < self.config.max_partial_prefills
-        length = (
-            self._claim_chunk(sequence, budget) if fits and (may_be_cut or not unfinished) else 0
-        )
-        if not length:
-            self._pages.tree.release(sequence.held)
-            sequence.scheduled = 0
-            return 0
-        self._waiting.remove(sequence)
-        self._rows.open(sequence)
-        self._running.move(sequence, Status.PREFILL)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = hit
-            sequence.metrics.first_scheduled_time = self._clock()
-            if self._pages.caching and sequence.reads_cache:
-                self._queries += len(sequence.tokens)
-                self._hits += hit
-        return length
 
     # -- outcomes ------------------------------------------------------------------------------
 
@@ -401,6 +325,18 @@ class Scheduler:
         self._ready.clear()
         self._pages.tree.clear()
 
+    def restart(self) -> None:
+        """The device lost its state: forget all plans and pages; what still lives is computed again."""
+        for plan in self._ready:
+            for sequence, first, _, _ in getattr(plan, "scored", ()):
+                sequence.scored = first
+        self._ready.clear()
+        for sequence in list(self._running):
+            self._preempt(sequence)
+        for sequence in self._sequences.values():
+            sequence.inflight = 0
+        self._pages.tree.clear()
+
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.slot:
             self._leave(sequence, Status.FINISHED)
@@ -422,7 +358,13 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         tree = self._pages.tree
         kinds = tuple(
-            KindStats(spec.name, pool.usable, pool.free, tree.evictable(kind))
+            KindStats(
+                spec.name,
+                total=pool.usable,
+                free=pool.free,
+                evictable=tree.evictable(kind),
+                protected=pool.usable - tree.available(kind),
+            )
             for kind, (spec, pool) in enumerate(zip(tree.specs, tree.pools, strict=True))
         )
         return SchedulerStats(
@@ -430,8 +372,8 @@ class Scheduler:
             waiting=len(self._waiting),
             kinds=kinds,
             preemptions=self._preemptions,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
+            prefix_queries=self._admission.queries,
+            prefix_hits=self._admission.hits,
         )
 
     def check(self) -> None:

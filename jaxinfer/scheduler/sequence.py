@@ -34,6 +34,7 @@ class Sequence:
         slot: slot of its sampling state and last token while running, else 0.
         scheduled: tokens whose entries have been planned (kept up during prefill only; see RowStore).
         inflight: planned steps with a row of this sequence that are not committed yet.
+        preempted: it has lost its pages at least once and goes to the front of the queue.
         cached_tokens: prompt tokens that the prefix cache spared at first admission.
         scored: positions up to which prompt log-probabilities have been planned.
     """
@@ -47,7 +48,7 @@ class Sequence:
     slot: int = 0
     scheduled: int = 0
     inflight: int = 0
-    preemptions: int = 0
+    preempted: bool = False
     cached_tokens: int | None = None
     scored: int = 0
     finish_reason: FinishReason | None = None
@@ -73,6 +74,10 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Running sequences of the least rank get pages first and are preempted last."""
         return (self.request.priority, self.order)
+
+    def covers(self, length: int) -> bool:
+        """Whether a chunk of `length` tokens would complete what is known of the sequence."""
+        return self.scheduled + length == len(self.tokens)
 
     @property
     def reads_cache(self) -> bool:

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KindStats:
-    """Pages of one cache kind: total = free + evictable + protected (page 0 is not counted)."""
+    """Pages of one cache kind: total = free + evictable + protected (page 0 is not counted).
+
+    evictable: only the prefix tree has them. protected: running sequences hold them.
+    """
 
     name: str
     total: int
     free: int
     evictable: int
-
-    @property
-    def protected(self) -> int:
-        """Pages that running sequences hold."""
-        return self.total - self.free - self.evictable
+    protected: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,95 @@
+"""Admission: which waiting sequences start in a step.
+
+In the order of the policy, as long as slots, budget and pages last. A sequence is let in when its
+whole prompt fits beside what the running ones will need next. Never preempts. Called by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.scheduler.budget import Budget
+from jaxinfer.scheduler.pages import Pages
+from jaxinfer.scheduler.prefill import Chunk, claim_chunk
+from jaxinfer.scheduler.queue import Groups, WaitingQueue
+from jaxinfer.scheduler.rows import RowStore
+from jaxinfer.scheduler.running import Running
+from jaxinfer.scheduler.sequence import Sequence, Status
+
+
+class Admission:
+    """The waiting queue and the way out of it. queries, hits: see SchedulerStats."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: Pages,
+        rows: RowStore,
+        running: Running,
+        clock: Callable[[], float],
+    ) -> None:
+        self._max_partial = config.max_partial_prefills
+        self._pages = pages
+        self._rows = rows
+        self._running = running
+        self._clock = clock
+        self.waiting = WaitingQueue(config.policy, pages.cached_length)
+        self.groups = Groups()
+        self.queries = self.hits = 0
+
+    def admit(self, budget: Budget, chunks: list[Chunk]) -> list[Sequence]:
+        """Start waiting sequences in order until one does not fit; their chunks go to `chunks`."""
+        lengths = dict(chunks)
+        partial = 0
+        reserve = [self._running.num_decoding] * len(self._pages.layout.tables)
+        for sequence in self._running.prefilling():
+            partial += not sequence.covers(lengths.get(sequence, 0))
+            self._reserve(reserve, sequence)
+        fresh: list[Sequence] = []
+        for sequence in self.waiting.ordered():
+            # A preempted sequence goes first, but not before its last token has arrived.
+            if not self._rows.free or not budget.chunk(1) or sequence.inflight:
+                break
+            if self._pages.may_read(sequence) and self.groups.must_wait(sequence):
+                continue
+            length = self._start(sequence, budget, reserve, partial < self._max_partial)
+            if not length:
+                break
+            partial += not sequence.covers(length)
+            self._reserve(reserve, sequence)
+            chunks.append((sequence, length))
+            fresh.append(sequence)
+        return fresh
+
+    def _reserve(self, reserve: list[int], sequence: Sequence) -> None:
+        missing = self._pages.missing(sequence.held, len(sequence.tokens) + 1)
+        for kind, pages in enumerate(missing):
+            reserve[kind] += pages
+
+    def _start(
+        self, sequence: Sequence, budget: Budget, reserve: list[int], may_be_cut: bool
+    ) -> int:
+        """Admit one sequence; the length of its first chunk, or 0 (and no change) if it must wait."""
+        pages = self._pages
+        sequence.held = pages.lookup(sequence)  # locked first: what it hits is no longer evictable
+        hit = sequence.scheduled = sequence.held.depth * pages.size
+        need = pages.missing(sequence.held, len(sequence.tokens) + 1)
+        room = zip(pages.available(), need, reserve, strict=True)
+        fits = not len(self._running) or all(have >= n + kept for have, n, kept in room)
+        whole = sequence.covers(budget.chunk(len(sequence.tokens) - hit))
+        length = claim_chunk(sequence, budget, pages) if fits and (whole or may_be_cut) else 0
+        if not length:
+            pages.tree.release(sequence.held)
+            sequence.scheduled = 0
+            return 0
+        self.waiting.remove(sequence)
+        self._rows.open(sequence)
+        self._running.move(sequence, Status.PREFILL)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = hit
+            sequence.metrics.first_scheduled_time = self._clock()
+            if pages.may_read(sequence):
+                self.queries += len(sequence.tokens)
+                self.hits += hit
+        return length
