@@ -29,7 +29,7 @@ def claim_chunk(sequence: Sequence, budget: Budget, pages: Pages) -> int:
 
 
 class PrefillArrays:
-    """Collects chunks once all pages of the step are held; afterwards its attributes are those that StepPlan describes."""
+    """Collects chunks once all pages of the step are held; then gives the arrays of the StepPlan."""
 
     def __init__(self, rows: RowStore, tree: PrefixTree, block: int) -> None:
         self._rows = rows

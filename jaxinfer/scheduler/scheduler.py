@@ -89,10 +89,6 @@ class Scheduler:
         return sequence
 
     def check_fits(self, request: Request) -> None:
-        """CapacityError if the pools can never hold the request. Safe from any thread."""
-        self._pages.output_limit(request)
-
-    def check_fits(self, request: Request) -> None:
         """Raise CapacityError if the request can never be served. Safe to call from any thread."""
         self._pages.output_limit(request)
 
@@ -317,13 +313,6 @@ class Scheduler:
         for sequence in lost:
             self._end(sequence, FinishReason.ERROR)
         return [Update(s, None, None, FinishReason.ERROR) for s in lost]
-
-    def restart(self) -> None:
-        """The device state was lost: whatever runs is computed again, and no cached page is valid."""
-        for sequence in list(self._running):
-            self._preempt(sequence)
-        self._ready.clear()
-        self._pages.tree.clear()
 
     def restart(self) -> None:
         """The device lost its state: forget all plans and pages; what still lives is computed again."""
