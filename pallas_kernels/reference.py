@@ -1,16 +1,22 @@
 """The ops in plain jnp: the definition of right, and what runs where no faster form exists.
 
 Attention loops over fixed chunks of keys, so its cost follows the real lengths and a row's result
-does not depend on the other rows. Never reads a table entry outside the table. Called by ops.py.
+does not depend on the other rows. Every op can be differentiated, forwards and backwards.
+Never reads a table entry outside the table. Called by ops.py.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 # Keys that one step of the online softmax covers. Fixed: it decides the order of the sums.
 CHUNK = 128
+Sums = tuple[
+    jax.Array, jax.Array, jax.Array, jax.Array
+]  # maximum, total, weighted values, poisoned
 _LOWEST = -1e30  # a running maximum that is finite, so that exp(m - m) is 1 and never NaN
 
 
@@ -27,6 +33,40 @@ def paged_attention(
     softcap: float,
 ) -> jax.Array:
     """See ops.paged_attention."""
+    return _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
+def _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap) -> jax.Array:
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    return _attend(q, k_pool, v_pool, tables, base, start, **options, whole=False)
+
+
+@_attention.defjvp
+def _attention_jvp(scale, window, softcap, primals, tangents):
+    # A loop whose length is data cannot be run backwards, so the derivative walks the whole table.
+    places, options = primals[3:], {"scale": scale, "window": window, "softcap": softcap}
+
+    def attend(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array) -> jax.Array:
+        return _attend(q, k_pool, v_pool, *places, **options, whole=True)
+
+    return jax.jvp(attend, primals[:3], tangents[:3])
+
+
+def _attend(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    whole: bool,
+) -> jax.Array:
+    """Attention over the chunks that some query sees or, if `whole`, over all that a table can list."""
     rows, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
     pages = tables.shape[1]
@@ -36,33 +76,18 @@ def paged_attention(
     pos = start[:, None] + jnp.arange(queries, dtype=jnp.int32)
     oldest = jnp.maximum(pos - window + 1, 0) if window else jnp.zeros_like(pos)
 
-    def body(chunk: jax.Array, carry: tuple[jax.Array, ...]):
-        m, total, acc, poisoned = carry
-        place = chunk * step + jnp.arange(step, dtype=jnp.int32)
-        index = place[None, :] - base[:, None]
-        inside = (index >= 0) & (index < pages)
-        ids = jnp.take_along_axis(tables, jnp.clip(index, 0, pages - 1), axis=1)
-        ids = jnp.where(inside, ids, 0)
-        key = (place[:, None] * page + jnp.arange(page, dtype=jnp.int32)).reshape(-1)
+    def body(chunk: jax.Array, carry: Sums) -> Sums:
+        place = (origin + chunk)[:, None] * step + jnp.arange(step, dtype=jnp.int32)
+        ids = _listed(tables, place - base[:, None])
+        key = (place[..., None] * page + jnp.arange(page, dtype=jnp.int32)).reshape(rows, 1, -1)
         held = jnp.repeat(ids > 0, page, axis=1)  # page 0 stands for "no page"
         # seen[n, i, j]: query i of row n sees key j of this chunk
         seen = (key <= pos[..., None]) & (key >= oldest[..., None]) & held[:, None, :]
         k = _pages(k_pool, ids)
-        v = _pages(v_pool, ids)
-        # Stale entries may hold NaN, and 0 * NaN is NaN: take such values out, and remember who saw one.
-        wrong = ~jnp.isfinite(v).all(axis=-1, keepdims=True)
-        v = jnp.where(wrong, 0.0, v)
-        poisoned |= (seen & wrong.any(axis=1)[:, None, :, 0]).any(axis=-1)
         s = jnp.einsum("nckgd,nkjd->nkgcj", query, k, preferred_element_type=jnp.float32)
         if softcap:
             s = softcap * jnp.tanh(s / softcap)
-        mask = seen[:, None, None]
-        s = jnp.where(mask, s, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=-1))
-        p = jnp.where(mask, jnp.exp(s - m_new[..., None]), 0.0)
-        fade = jnp.exp(m - m_new)
-        new = jnp.einsum("nkgcj,nkjd->nkgcd", p, v, preferred_element_type=jnp.float32)
-        return m_new, total * fade + p.sum(axis=-1), acc * fade[..., None] + new, poisoned
+        return _add_chunk(carry, s, seen, _pages(v_pool, ids))
 
     shape = (rows, kv_heads, group, queries)
     carry = (
@@ -71,13 +96,41 @@ def paged_attention(
         jnp.zeros((*shape, dim), jnp.float32),
         jnp.zeros((rows, queries), bool),
     )
-    last = jnp.minimum(pos[:, -1] // page, base + pages - 1)
-    first_chunk = jnp.min(oldest[:, 0]) // (step * page)
-    end_chunk = jnp.max(last) // step + 1
+    if whole:
+        origin, first_chunk, end_chunk = base // step, 0, -(-pages // step) + 1
+        body = jax.checkpoint(body)  # keep the running sums of a chunk, not its scores
+    else:
+        origin = jnp.zeros_like(base)
+        last = jnp.minimum(pos[:, -1] // page, base + pages - 1)
+        first_chunk = jnp.min(oldest[:, 0]) // (step * page)
+        end_chunk = jnp.max(last) // step + 1
     _, total, acc, poisoned = jax.lax.fori_loop(first_chunk, end_chunk, body, carry)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]  # a query without keys yields zeros
     out = jnp.where(poisoned[:, None, None, :, None], jnp.nan, out)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _listed(tables: jax.Array, index: jax.Array) -> jax.Array:
+    """i32[rows, step]: tables[n, index[n]], and 0 where the index lies outside the table."""
+    inside = (index >= 0) & (index < tables.shape[1])
+    ids = jnp.take_along_axis(tables, jnp.clip(index, 0, tables.shape[1] - 1), axis=1)
+    return jnp.where(inside, ids, 0)
+
+
+def _add_chunk(carry: Sums, s: jax.Array, seen: jax.Array, v: jax.Array) -> Sums:
+    """One step of the online softmax: scores s[n, k, g, c, j] of the keys seen[n, c, j], values v[n, k, j, d]."""
+    m, total, acc, poisoned = carry
+    # Stale entries may hold NaN, and 0 * NaN is NaN: take such values out, and remember who saw one.
+    wrong = ~jnp.isfinite(v).all(axis=-1, keepdims=True)
+    v = jnp.where(wrong, 0.0, v)
+    poisoned |= (seen & wrong.any(axis=1)[:, None, :, 0]).any(axis=-1)
+    mask = seen[:, None, None]
+    s = jnp.where(mask, s, -jnp.inf)
+    m_new = jnp.maximum(m, s.max(axis=-1))
+    p = jnp.where(mask, jnp.exp(s - m_new[..., None]), 0.0)
+    fade = jnp.exp(m - m_new)
+    new = jnp.einsum("nkgcj,nkjd->nkgcd", p, v, preferred_element_type=jnp.float32)
+    return m_new, total * fade + p.sum(axis=-1), acc * fade[..., None] + new, poisoned
 
 
 def _pages(pool: jax.Array, ids: jax.Array) -> jax.Array:
