@@ -93,12 +93,14 @@ class Pages:
 
     def extend(self, held: Held, tokens: int) -> bool:
         """Hold pages for `tokens` tokens in every kind; False (and no change) if some kind runs out."""
-        if tokens > self.reach(held):
-            return False
+        tree, whole = self.tree, self.count(tokens)
+        for kind in range(len(held.pages)):
+            if whole - held.end(kind) > tree.available(kind):
+                return False
         for kind, pages in enumerate(held.pages):
-            more = self.count(tokens) - held.end(kind)
+            more = whole - held.end(kind)
             if more > 0:
-                pages += self.tree.allocate(kind, more) or ()
+                pages += tree.allocate(kind, more) or ()
         return True
 
     # -- prefixes ------------------------------------------------------------------------------

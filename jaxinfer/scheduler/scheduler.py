@@ -263,12 +263,17 @@ class Scheduler:
                 updates.append(Update(sequence, None, row, FinishReason.ERROR))
                 continue
             known = sequence.tokens
+            computed = len(known)  # the step fed all but the new token
             known.append(token)
-            if sequence.metrics.first_token_time is None:
+            if row >= decode_rows and sequence.metrics.first_token_time is None:
                 sequence.metrics.first_token_time = now
-            if (len(known) - 1) % size == 0 and sequence.slot:
-                self._settle(sequence, len(known) - 1)
-            reason = self._stop_reason(sequence, token)
+            if computed % size == 0 and sequence.slot:
+                self._settle(sequence, computed)
+            reason = None
+            if token in sequence.request.stop_ids and computed >= sequence.stop_from:
+                reason = FinishReason.STOP
+            elif computed >= sequence.stop_at:
+                reason = FinishReason.LENGTH
             if reason is not None:
                 self._end(sequence, reason)
             updates.append(Update(sequence, token, row, reason))
@@ -290,14 +295,6 @@ class Scheduler:
             self._rows.write_table(
                 record, self._pages.tree, sequence.held, int(record[RowField.START])
             )
-
-    @staticmethod
-    def _stop_reason(sequence: Sequence, token: int) -> FinishReason | None:
-        request = sequence.request
-        count = len(sequence.tokens) - len(request.prompt_token_ids)
-        if token in request.stop_ids and count >= request.params.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if count >= sequence.limit else None
 
     def fail(self, plan: StepPlan | LoadPlan) -> list[Update]:
         """A plan raised: end all of its sequences with ERROR; nothing it computed is kept."""

@@ -36,6 +36,7 @@ class Sequence:
         inflight: planned steps with a row of this sequence that are not committed yet.
         preempted: it has lost its pages at least once and goes to the front of the queue.
         cached_tokens: prompt tokens that the prefix cache spared at first admission.
+        stop_from, stop_at: see __post_init__.
         scored: positions up to which prompt log-probabilities have been planned.
     """
 
@@ -51,8 +52,15 @@ class Sequence:
     preempted: bool = False
     cached_tokens: int | None = None
     scored: int = 0
+    stop_from: int = field(init=False)
+    stop_at: int = field(init=False)
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def __post_init__(self) -> None:
+        # Known tokens from which the next one may stop the sequence, and at which it ends it.
+        self.stop_from = self.prompt_length + self.request.params.min_tokens - 1
+        self.stop_at = self.prompt_length + self.limit - 1
 
     @property
     def prompt_length(self) -> int:
