@@ -25,7 +25,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_CHARS = 2**23  # of one string; 8 M characters are some 2 M tokens
 MAX_TOTAL_CHARS = 64 * MAX_CHARS  # of all strings that one render makes
-MAX_TICKS = 5_000_000  # loop rounds, calls and elements of new containers
+MAX_TICKS = 2_000_000  # loop rounds, calls and elements of new containers
 MAX_SECONDS = 10.0
 MAX_INT = 1_000_000  # as an argument, repeat count or width
 REMOVED_FILTERS = (
@@ -289,9 +289,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 return budget.result(_replace(owner, *args, **kwargs))
             if name == "join":
                 return budget.result(_join(*args, owner))  # type: ignore[reportCallIssue]
-            if name in ("format", "format_map"):
-                budget.formatting(owner, [args, kwargs])
         return budget.result(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _BUDGET.get().formatting(value.__self__, [args, kwargs])
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _BUDGET.get()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
-from tests.text.vocabularies import byte_tokenizer, sentencepiece_tokenizer
 
 from jaxinfer.errors import ConfigError, InvalidRequest
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.tokenizer import Tokenizer
+from tests.text.vocabularies import byte_tokenizer, sentencepiece_tokenizer, token_id
 
 BYTES = byte_tokenizer()
 PIECES = sentencepiece_tokenizer()
@@ -23,7 +24,7 @@ METASPACE = sentencepiece_tokenizer(metaspace=True)
 MARK = "\ufffd"
 
 
-def deltas(tokenizer: Tokenizer, ids: list[int], prompt: list[int] = [], skip: bool = True):
+def deltas(tokenizer: Tokenizer, ids: list[int], prompt: Sequence[int] = (), skip: bool = True):
     stream = Detokenizer(tokenizer, skip, prompt)
     return [*(stream.push([token]) for token in ids), stream.finish()]
 
@@ -43,8 +44,7 @@ def test_character_of_several_tokens_is_never_a_mark(char: str, tokenizer: Token
 
 
 def test_broken_character_is_marked_when_proven_and_not_before():
-    space_b = BYTES.token_to_id("Ġb")
-    assert space_b is not None
+    space_b = token_id(BYTES, "Ġb")
     assert deltas(BYTES, [0xC3, space_b]) == ["", MARK + " b", ""]
     assert deltas(BYTES, [0xC3]) == ["", MARK]
     assert BYTES.decode([0xC3]) == MARK == BYTES.backend.decode([0xC3])
@@ -86,12 +86,12 @@ def test_byte_fallback_marks_each_bad_byte_and_keeps_good_characters():
 
 
 def test_leading_space_of_the_first_token():
-    lead, x, space = (PIECES.token_to_id(t) for t in ("▁lead", "▁x", "▁"))
-    assert "".join(deltas(PIECES, [space, lead, x])) == " lead x"  # type: ignore[list-item]
-    assert deltas(PIECES, [lead, x])[:2] == ["lead", " x"]  # type: ignore[list-item]
-    assert deltas(PIECES, [lead], prompt=[1])[0] == "lead"  # type: ignore[list-item]
-    assert deltas(PIECES, [lead], prompt=[1, x])[0] == " lead"  # type: ignore[list-item]
-    assert deltas(PIECES, [lead], prompt=[1], skip=False)[0] == " lead"  # type: ignore[list-item]
+    lead, x, space = (token_id(PIECES, t) for t in ("▁lead", "▁x", "▁"))
+    assert "".join(deltas(PIECES, [space, lead, x])) == " lead x"
+    assert deltas(PIECES, [lead, x])[:2] == ["lead", " x"]
+    assert deltas(PIECES, [lead], prompt=[1])[0] == "lead"
+    assert deltas(PIECES, [lead], prompt=[1, x])[0] == " lead"
+    assert deltas(PIECES, [lead], prompt=[1], skip=False)[0] == " lead"
     ids = BYTES.encode(" lead x")
     assert len(ids) == 2 and deltas(BYTES, ids) == [" lead", " x", ""]
 

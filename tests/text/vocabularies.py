@@ -44,6 +44,12 @@ def byte_tokenizer(post_bos: bool = False, add_bos: bool | None = None) -> Token
     return Tokenizer(byte_backend(post_bos), bos_token=BOS, eos_token=EOS, add_bos=add_bos)
 
 
+def token_id(tokenizer: Tokenizer, text: str) -> int:
+    token = tokenizer.token_to_id(text)
+    assert token is not None, text
+    return token
+
+
 def sentencepiece_tokenizer(strip: bool = True, metaspace: bool = False) -> Tokenizer:
     """SentencePiece-like BPE: unknown characters fall back to bytes, "▁" stands for a space.
 
