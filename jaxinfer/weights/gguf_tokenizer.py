@@ -56,7 +56,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 # Whole words that are in the vocabulary skip the merges, as their original tokenizers have it.
-_IGNORE_MERGES = {"llama-bpe", "tekken"}
+_IGNORE_MERGES = {"llama-bpe", "tekken", "gpt-4o"}
 _NFC = {"qwen2"}
 # Ends of a turn that chat models emit although the file's eos_token_id is another token.
 _TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}
@@ -114,7 +114,7 @@ def _byte_level(file: GGUFFile, vocab: dict[str, int]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in _get(file, "merges") or ()]
     if any(len(merge) != 2 for merge in merges):
         raise WeightsError(f"GGUF file {file.path}: tokenizer.ggml.merges are not pairs")
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre in _IGNORE_MERGES))
+    tokenizer = Tokenizer(_bpe(file, vocab, merges, ignore_merges=pre in _IGNORE_MERGES))
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in _SPLITS[pre]]
@@ -130,15 +130,10 @@ def _sentencepiece(file: GGUFFile, vocab: dict[str, int]) -> Tokenizer:
     if scores is None or len(scores) != len(tokens):
         raise WeightsError(f"GGUF file {file.path}: tokenizer.ggml.scores do not fit the tokens")
     unknown = _get(file, "unknown_token_id")
-    tokenizer = Tokenizer(
-        BPE(
-            vocab,
-            _merges(tokens, types, scores, vocab),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges = _merges(tokens, types, scores, vocab)
+    unk = None if unknown is None else tokens[unknown]
+    model = _bpe(file, vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
     prefix = _get(file, "add_space_prefix")
     prefix = True if prefix is None else prefix
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
@@ -146,6 +141,13 @@ def _sentencepiece(file: GGUFFile, vocab: dict[str, int]) -> Tokenizer:
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(undo + ([decoders.Strip(" ", 1, 0)] if prefix else []))
     return tokenizer
+
+
+def _bpe(file: GGUFFile, vocab: dict[str, int], merges: list[Any], **options: Any) -> BPE:
+    try:
+        return BPE(vocab, merges, **options)
+    except Exception as error:  # the library raises bare Exception, as for unknown tokens
+        raise WeightsError(f"GGUF file {file.path}: {error}") from error
 
 
 def _merges(
