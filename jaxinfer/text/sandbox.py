@@ -26,7 +26,7 @@ from jinja2.visitor import NodeTransformer
 MAX_CHARS = 2**23  # of one string; 8 M characters are some 2 M tokens
 MAX_TOTAL_CHARS = 64 * MAX_CHARS  # of all strings that one render makes
 MAX_TICKS = 2_000_000  # loop rounds, calls and elements of new containers
-MAX_SECONDS = 10.0
+MAX_SECONDS = 5.0
 MAX_INT = 1_000_000  # as an argument, repeat count or width
 REMOVED_FILTERS = (
     "center",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+from weakref import WeakValueDictionary
 
 
 class StopAutomaton:
@@ -54,9 +54,15 @@ class StopAutomaton:
         return self.next[state][char]
 
 
-@lru_cache(maxsize=64)
+_IN_USE: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
+
+
 def automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    return StopAutomaton(stops)
+    """The automaton of `stops`, shared as long as an output uses it: it can take megabytes."""
+    machine = _IN_USE.get(stops)
+    if machine is None:
+        machine = _IN_USE[stops] = StopAutomaton(stops)
+    return machine
 
 
 class StopChecker:

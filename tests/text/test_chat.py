@@ -233,6 +233,11 @@ def test_sandbox_keeps_python_out(source: str):
         ChatTemplate(source).render([USER])
 
 
+def test_error_messages_hold_no_addresses():
+    with pytest.raises(InvalidRequest, match="Cycler object>$"):
+        ChatTemplate("{{ raise_exception(cycler(1)) }}").render([USER])
+
+
 DOUBLING = (
     "{% set ns = namespace(s='aaaa') %}{% for i in range(60) %}BODY{% endfor %}{{ ns.s|length }}"
 )

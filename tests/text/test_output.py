@@ -79,6 +79,14 @@ def test_text_of_the_final_stop_token(stops: list[str]):
         assert delta == ("a" + shown, None, 2)
 
 
+def test_final_stop_token_completes_a_stop_string():
+    for stop, text in ((IM_END, "hi"), ("i" + IM_END, "h")):
+        output = OutputText(BYTES, SamplingParams(stop=stop))
+        first = output.push(ids_of("hi"))
+        last = output.push([END], final_stop_token=True)
+        assert (first.text + last.text, last.stop, last.kept_tokens) == (text, stop, 3)
+
+
 def test_without_detokenization_nothing_is_decoded():
     output = OutputText(BYTES, SamplingParams(detokenize=False), prompt_ids=[-1])
     assert output.push([1, 2, 3]) == ("", None, 3)
@@ -114,9 +122,9 @@ def test_a_token_costs_microseconds(stops: list[str]):
     output.push(tokens)
 
     def measure() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for token in tokens:
             output.push((token,))
-        return (time.perf_counter() - start) / len(tokens)
+        return (time.thread_time() - start) / len(tokens)
 
     assert min(measure() for _ in range(3)) < 15e-6

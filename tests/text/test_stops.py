@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.text.stops import StopChecker
+from jaxinfer.text.stops import _IN_USE, StopChecker
 
 
 def feed(
@@ -94,11 +95,20 @@ def test_against_brute_force(stops: list[str], deltas: list[str]):
         assert len("".join(deltas[: i + 1])) - len("".join(out[: i + 1])) <= held
 
 
+def test_outputs_of_one_request_share_an_automaton_that_dies_with_them():
+    checkers = [StopChecker(["unshared stop"]) for _ in range(3)]
+    assert len({id(c._automaton) for c in checkers}) == 1
+    assert ("unshared stop",) in _IN_USE
+    checkers.clear()
+    gc.collect()
+    assert ("unshared stop",) not in _IN_USE
+
+
 def test_cost_does_not_grow_with_the_stop_strings():
     many = [("ab" * 511)[:1000] + str(i) for i in range(64)]
     checker = StopChecker(many)
     checker.push("x")  # builds the automaton
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         checker.push("abab")
-    assert time.perf_counter() - start < 0.1
+    assert time.thread_time() - start < 0.1

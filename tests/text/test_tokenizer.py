@@ -21,6 +21,7 @@ from tests.text.vocabularies import (
     byte_backend,
     byte_tokenizer,
     sentencepiece_tokenizer,
+    token_id,
 )
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -99,6 +100,12 @@ def test_any_text_is_a_right_answer_or_an_invalid_request(text: str):
     else:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_lone_surrogate_in_a_message():
+    text = ChatTemplate(TEMPLATE, BOS).render([{"role": "user", "content": "a\ud83d"}])
+    with pytest.raises(InvalidRequest, match="lone surrogate at character 20"):
+        byte_tokenizer().encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("text, ids", [("", []), ("\x00", [0]), ("a\x00b", [0x61, 0, 0x62])])
