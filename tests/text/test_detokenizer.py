@@ -96,7 +96,7 @@ def test_leading_space_of_the_first_token():
     assert len(ids) == 2 and deltas(BYTES, ids) == [" lead", " x", ""]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_output_is_the_whole_without_the_prompt(data: st.DataObject):
     tokenizer = data.draw(st.sampled_from([BYTES, PIECES, GEMMA]))
@@ -112,7 +112,7 @@ def test_output_is_the_whole_without_the_prompt(data: st.DataObject):
         assert start.endswith(MARK) and got == whole[len(start) - 1 :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_chunking_does_not_change_the_text(data: st.DataObject):
     tokenizer = data.draw(st.sampled_from([BYTES, PIECES, METASPACE]))

@@ -99,7 +99,7 @@ def test_stop_strings_wait_for_min_tokens():
     assert run([[i] for i in ids], stop="ab", min_tokens=2) == ("ab", "ab", 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_stream_and_single_push_agree(data: st.DataObject):
     ids = data.draw(st.lists(st.sampled_from([*b"ab,\xc3\xa9", END, EOS_ID]), max_size=15))

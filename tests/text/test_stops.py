@@ -82,7 +82,7 @@ def brute(stops: list[str], text: str) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.text("abc", max_size=4), max_size=12),

@@ -88,7 +88,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off():
     assert len(Tokenizer(backend).encode("zzzz")) == 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.characters(), max_size=20))
 def test_any_text_is_a_right_answer_or_an_invalid_request(text: str):
     tokenizer = byte_tokenizer()
