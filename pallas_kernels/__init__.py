@@ -1,7 +1,7 @@
-"""Kernels as ops: each op is a jnp definition of right, faster forms of it, and a choice between them.
+"""Kernels as ops: a jnp definition of right, faster forms, and the choice between them.
 
-Knows nothing of the engine: never imports jaxinfer. The layers call the ops; `jaxinfer doctor` prints
-`describe()`. Every op takes impl="auto" | "reference" | "native" (a static string).
+Knows nothing of the engine: never imports jaxinfer. The layers call the ops; `jaxinfer doctor`
+prints `describe()`. Every op takes impl="auto" | "reference" | "native" (a static string).
 """
 
 from pallas_kernels.dispatch import describe, fallbacks, set_impl

@@ -12,12 +12,15 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels import native
+
 Impl = Literal["auto", "reference", "native"]
 
 _IMPLS = ("auto", "reference", "native")
 _log = logging.getLogger("jaxinfer.kernels")
 _default: Impl = "auto"
 _fallbacks: Counter[str] = Counter()
+_logged: set[str] = set()
 
 
 def set_impl(impl: Impl) -> None:
@@ -29,10 +32,40 @@ def set_impl(impl: Impl) -> None:
     _default = _checked(impl)
 
 
-def choose(op: str, impl: Impl) -> Literal["reference", "native"]:
-    """The form of `op` to trace. Raises ValueError for an unknown impl."""
-    _checked(impl)
-    return "reference"
+def choose(op: str, impl: Impl, *arrays: jax.Array) -> Literal["reference", "native"]:
+    """The form of `op` to trace for these (float) arrays. Raises ValueError for an unknown impl."""
+    impl = _checked(impl)
+    wanted = _default if impl == "auto" else impl
+    if wanted == "reference":
+        return "reference"
+    if jax.default_backend() != "cpu":
+        if wanted == "native":
+            _fall_back(op, f"the native kernels are for CPUs, not {jax.default_backend()}")
+        return "reference"
+    dtypes = {str(array.dtype) for array in arrays}
+    if dtypes != {"float32"}:
+        _fall_back(op, f"the native kernels take float32, not {', '.join(sorted(dtypes))}")
+        return "reference"
+    if reason := _missing():
+        _fall_back(op, reason)
+        return "reference"
+    return "native"
+
+
+def _missing() -> str:
+    """Why the native kernels cannot be had; "" when they can."""
+    try:
+        native.load()
+    except native.BuildError as error:
+        return str(error)
+    return ""
+
+
+def _fall_back(op: str, reason: str) -> None:
+    _fallbacks[op] += 1
+    if reason not in _logged:
+        _logged.add(reason)
+        _log.warning("%s and others run as plain XLA, which is slower: %s", op, reason)
 
 
 def fallbacks() -> dict[str, int]:
@@ -41,8 +74,15 @@ def fallbacks() -> dict[str, int]:
 
 
 def describe() -> dict[str, str]:
-    """What `jaxinfer doctor` prints: the platform, the switch, and the state of the native kernels."""
-    return {"platform": jax.default_backend(), "impl": _default}
+    """What `jaxinfer doctor` prints: the platform, the switch and the native kernels' state."""
+    platform = jax.default_backend()
+    state = "not used on this platform" if platform != "cpu" else _missing() or native.load()
+    return {
+        "platform": platform,
+        "impl": _default,
+        "native": state,
+        "fallbacks": ", ".join(f"{op}: {n}" for op, n in sorted(_fallbacks.items())) or "none",
+    }
 
 
 def _checked(impl: str) -> Impl:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import reference
+from pallas_kernels import native, reference
 from pallas_kernels.dispatch import Impl, choose
 
 
@@ -30,9 +30,9 @@ def paged_attention(
     """Causal attention of query blocks over paged keys and values, softmax in float32.
 
     Query i of row n stands at position pos = start[n] + i and sees the keys j with
-    max(0, pos - window + 1) <= j <= pos. Key j lives in page tables[n, j // page - base[n]] at offset
-    j % page. Keys outside the table or on page 0 ("no page") are not seen; a query without keys yields
-    zeros. What unseen places hold, NaN included, never matters.
+    max(0, pos - window + 1) <= j <= pos. Key j lives in page tables[n, j // page - base[n]] at
+    offset j % page. Keys outside the table or on page 0 ("no page") are not seen; a query without
+    keys yields zeros. What unseen places hold, NaN included, never matters.
 
     Args:
         q: [N, C, H, hd]. k_pool, v_pool: [pages, Hk, page, hd], H a multiple of Hk.
@@ -52,10 +52,10 @@ def paged_attention(
         )
     if tables.shape[0] != rows or base.shape != (rows,) or start.shape != (rows,):
         raise ValueError(
-            f"tables{tables.shape}, base{base.shape} and start{start.shape} need {rows} rows as q has"
+            f"tables{tables.shape}, base{base.shape} and start{start.shape} need q's {rows} rows"
         )
-    choose("paged_attention", impl)
-    return reference.paged_attention(
+    form = native if choose("paged_attention", impl, q, k_pool, v_pool) == "native" else reference
+    return form.paged_attention(
         q, k_pool, v_pool, tables, base, start, scale=scale, window=window, softcap=softcap
     )
 
@@ -83,8 +83,8 @@ def kv_write(
             f"k{k.shape} and v{v.shape} do not fit the pools {k_pool.shape}: "
             "k and v are [tokens, kv_heads, head_dim]"
         )
-    choose("kv_write", impl)
-    return reference.kv_write(k_pool, v_pool, k, v, page, offset)
+    form = native if choose("kv_write", impl, k_pool, v_pool, k, v) == "native" else reference
+    return form.kv_write(k_pool, v_pool, k, v, page, offset)
 
 
 def matmul(
@@ -93,15 +93,19 @@ def matmul(
     """x[M, K] @ w[K, N] with sums in float32, in `out_dtype` (default: x's dtype)."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x{x.shape} @ w{w.shape} does not fit: give x[M, K] and w[K, N]")
-    choose("matmul", impl)
-    return reference.matmul(x, w, jnp.dtype(out_dtype or x.dtype))
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if choose("matmul", impl, x, w) == "native":
+        return native.matmul(x, w).astype(dtype)
+    return reference.matmul(x, w, dtype)
 
 
 def matmul_t(
     x: jax.Array, w: jax.Array, *, out_dtype: DTypeLike | None = None, impl: Impl = "auto"
 ) -> jax.Array:
-    """x[M, D] @ w[V, D].T with sums in float32 (tied heads), in `out_dtype` (default: x's dtype)."""
+    """x[M, D] @ w[V, D].T (tied heads), sums in float32, in `out_dtype` (default: x's dtype)."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x{x.shape} @ w{w.shape}.T does not fit: give x[M, D] and w[V, D]")
-    choose("matmul_t", impl)
-    return reference.matmul_t(x, w, jnp.dtype(out_dtype or x.dtype))
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if choose("matmul_t", impl, x, w) == "native":
+        return native.matmul_t(x, w).astype(dtype)
+    return reference.matmul_t(x, w, dtype)

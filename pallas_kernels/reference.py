@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 # Keys that one step of the online softmax covers. Fixed: it decides the order of the sums.
 CHUNK = 128
-Sums = tuple[
-    jax.Array, jax.Array, jax.Array, jax.Array
-]  # maximum, total, weighted values, poisoned
+# maximum, total, weighted values, poisoned
+Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 _LOWEST = -1e30  # a running maximum that is finite, so that exp(m - m) is 1 and never NaN
 
 
@@ -66,7 +65,7 @@ def _attend(
     softcap: float,
     whole: bool,
 ) -> jax.Array:
-    """Attention over the chunks that some query sees or, if `whole`, over all that a table can list."""
+    """Attention over the chunks that some query sees or, if `whole`, over all of the table."""
     rows, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
     pages = tables.shape[1]
@@ -118,9 +117,9 @@ def _listed(tables: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _add_chunk(carry: Sums, s: jax.Array, seen: jax.Array, v: jax.Array) -> Sums:
-    """One step of the online softmax: scores s[n, k, g, c, j] of the keys seen[n, c, j], values v[n, k, j, d]."""
+    """One step of the online softmax: scores s[n,k,g,c,j], seen[n,c,j], values v[n,k,j,d]."""
     m, total, acc, poisoned = carry
-    # Stale entries may hold NaN, and 0 * NaN is NaN: take such values out, and remember who saw one.
+    # Stale entries may hold NaN, and 0 * NaN is NaN: take such values out, remember who saw one.
     wrong = ~jnp.isfinite(v).all(axis=-1, keepdims=True)
     v = jnp.where(wrong, 0.0, v)
     poisoned |= (seen & wrong.any(axis=1)[:, None, :, 0]).any(axis=-1)

@@ -1,0 +1,305 @@
+// Causal attention over paged keys and values, and the write of new entries to their pages.
+// Keys are taken in chunks that start at multiples of kChunk, chunks in segments that start at multiples
+// of kSegment, each segment with its own running maximum; segments are merged in order. So a query's
+// result never depends on the other rows, on the split of the work, or on how its prompt was chunked.
+// Never reads a table entry outside the table; what unseen places hold, NaN included, never matters.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "matmul.h"
+
+constexpr int64_t kChunk = 64;     // keys of one step of the online softmax; 2 * kLanes divides it
+constexpr int64_t kSegment = 512;  // keys of one independent partial result
+constexpr int64_t kQueries = 16;   // positions of one tile
+constexpr int64_t kFewTiles = 8;   // below this, segments are spread over the cores
+constexpr float kLowest = -1e30f;  // a finite running maximum: exp(m - m) is 1, never NaN
+
+INLINE vf exp(vf x) {
+  vf high = x > 88.0f ? splat(88.0f) : x;
+  vf n = (high * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounds to an integer
+  vf safe = n > -126.0f ? n : splat(-126.0f);
+  vf r = high - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  vi bits = (__builtin_convertvector(safe, vi) + 127) << 23;
+  vf out = p * reinterpret_cast<vf&>(bits);
+  return x < -87.0f ? vf{} : out;  // a NaN stays one
+}
+INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+INLINE float sum_of(vf v) {
+  float s = 0;
+  for (int64_t i = 0; i < kLanes; ++i) s += v[i];
+  return s;
+}
+INLINE float max_of(vf v) {
+  float s = v[0];
+  for (int64_t i = 1; i < kLanes; ++i) s = v[i] > s ? v[i] : s;
+  return s;
+}
+INLINE float exp_of(float x) { return exp(splat(x))[0]; }
+
+// c[rows, width] (+)= x[rows, depth] @ w[depth, width], all of it in cache; width is whole vectors.
+template <int MR>
+INLINE void small_rows(int64_t depth, const float* x, int64_t ldx, const float* w, int64_t ldw,
+                       float* c, int64_t ldc, int64_t width, bool first) {
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= width; j += 2 * kLanes)
+    tile<MR, 2>(depth, x, ldx, w + j, ldw, c + j, ldc, first, Ahead{});
+  if (j < width) tile<MR, 1>(depth, x, ldx, w + j, ldw, c + j, ldc, first, Ahead{});
+}
+inline void small_matmul(int64_t rows, int64_t depth, const float* x, int64_t ldx, const float* w,
+                         int64_t ldw, float* c, int64_t ldc, int64_t width, bool first) {
+  int64_t i = 0;
+  for (; i + 6 <= rows; i += 6)
+    small_rows<6>(depth, x + i * ldx, ldx, w, ldw, c + i * ldc, ldc, width, first);
+  for (; i + 3 <= rows; i += 3)
+    small_rows<3>(depth, x + i * ldx, ldx, w, ldw, c + i * ldc, ldc, width, first);
+  for (; i < rows; ++i)
+    small_rows<1>(depth, x + i * ldx, ldx, w, ldw, c + i * ldc, ldc, width, first);
+}
+
+struct Attention {
+  const float *q, *k_pool, *v_pool;
+  const int32_t *tables, *base, *start;
+  float* out;
+  int64_t rows, queries, heads, dim, kv_heads, page, pages, pool_pages, window;
+  float scale, softcap;
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t wide() const { return round_up(dim, kLanes); }
+  // One partial result: m, sum and acc of every query and head of a tile.
+  int64_t partial_size(int64_t count) const { return count * group() * (wide() + 2); }
+
+  int64_t oldest(int64_t pos) const { return window ? std::max<int64_t>(0, pos - window + 1) : 0; }
+
+  // Where key j of row n and head h lies in a pool, or -1: not held.
+  int64_t place(int64_t n, int64_t h, int64_t j) const {
+    int64_t index = j / page - base[n];
+    if (index < 0 || index >= pages) return -1;
+    int64_t id = tables[n * pages + index];
+    if (id <= 0 || id >= pool_pages) return -1;
+    return ((id * kv_heads + h) * page + j % page) * dim;
+  }
+
+  struct Tile {
+    int64_t n, h, first, count;  // row, kv head, first query, queries
+    int64_t pos;                 // position of the first query
+  };
+
+  // Keys [from, to) of one chunk: transposed keys, values, and which of them are held.
+  void gather(const Tile& t, int64_t chunk, int64_t from, int64_t to, float* kt, float* v,
+              int32_t* held) const {
+    for (int64_t i = 0; i < kChunk; i += kLanes) {
+      const float* key[kLanes];
+      bool all = true;
+      for (int64_t l = 0; l < kLanes; ++l) {
+        int64_t j = chunk + i + l;
+        int64_t at = j >= from && j < to ? place(t.n, t.h, j) : -1;
+        held[i + l] = at >= 0 ? -1 : 0;
+        key[l] = at >= 0 ? k_pool + at : nullptr;
+        all = all && at >= 0;
+        float* to_v = v + (i + l) * wide();
+        if (at >= 0) {
+          std::memcpy(to_v, v_pool + at, dim * sizeof(float));
+        } else {
+          std::memset(to_v, 0, wide() * sizeof(float));
+        }
+      }
+      int64_t d = 0;
+      for (; all && d + kLanes <= dim; d += kLanes) {
+        vf r[kLanes];
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kLanes; ++l) r[l] = load(key[l] + d);
+        transpose(r);
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kLanes; ++l) store(kt + (d + l) * kChunk + i, r[l]);
+      }
+      for (; d < dim; ++d)
+        for (int64_t l = 0; l < kLanes; ++l) kt[d * kChunk + i + l] = key[l] ? key[l][d] : 0.0f;
+    }
+  }
+
+  // Scores of one query and head become weights; returns the factor that older sums fade by.
+  float weigh(float* s, int64_t chunk, int64_t low, int64_t high, const int32_t* held, float& m,
+              float& total) const {
+    vi lane;
+    for (int64_t l = 0; l < kLanes; ++l) lane[l] = int32_t(l);
+    vi seen[kChunk / kLanes];
+    vf top = splat(kLowest);
+    int32_t from = int32_t(low - chunk), to = int32_t(std::min(high - chunk, kChunk));
+    for (int64_t i = 0; i < kChunk / kLanes; ++i) {
+      vf z = load(s + i * kLanes);
+      if (softcap > 0) z = softcap * tanh(z / softcap);
+      vi index = lane + int32_t(i * kLanes), valid;
+      std::memcpy(&valid, held + i * kLanes, sizeof(vi));
+      seen[i] = (index >= from) & (index < to) & valid;
+      z = seen[i] ? z : splat(-std::numeric_limits<float>::infinity());
+      top = max(z, top);
+      store(s + i * kLanes, z);
+    }
+    float now = std::max(m, max_of(top)), fade = exp_of(m - now);
+    vf sum{};
+    for (int64_t i = 0; i < kChunk / kLanes; ++i) {
+      vf p = seen[i] ? exp(load(s + i * kLanes) - now) : vf{};
+      store(s + i * kLanes, p);
+      sum += p;
+    }
+    m = now;
+    total = total * fade + sum_of(sum);
+    return fade;
+  }
+
+  // The partial result of the tile over keys [segment, segment + kSegment).
+  void partial(const Tile& t, int64_t segment, float* part, float* work) const {
+    int64_t g = group(), w = wide(), r = t.count * g;
+    float *acc = part, *m = part + r * w, *total = m + r;
+    std::fill(acc, acc + r * w, 0.0f);
+    std::fill(m, m + r, kLowest);
+    std::fill(total, total + r, 0.0f);
+    float *qs = work, *kt = qs + r * dim, *v = kt + dim * kChunk, *s = v + kChunk * w;
+    int32_t held[kChunk];
+    for (int64_t c = 0; c < t.count; ++c)
+      for (int64_t i = 0; i < g * dim; ++i)
+        qs[c * g * dim + i] = scale * q[((t.n * queries + t.first + c) * heads + t.h * g) * dim + i];
+    int64_t last = t.pos + t.count - 1;
+    int64_t from = std::max(segment, oldest(t.pos)), to = std::min(segment + kSegment, last + 1);
+    for (int64_t chunk = from / kChunk * kChunk; chunk < to; chunk += kChunk) {
+      gather(t, chunk, from, to, kt, v, held);
+      small_matmul(r, dim, qs, dim, kt, kChunk, s, kChunk, kChunk, true);
+      int64_t end = std::min(chunk + kChunk, to) - chunk;
+      bool whole = chunk + end <= t.pos + 1 && chunk >= oldest(last);
+      for (int64_t i = 0; i < r; ++i) {
+        int64_t pos = t.pos + i / g;
+        float fade = weigh(s + i * kChunk, chunk, oldest(pos), pos + 1, held, m[i], total[i]);
+        if (fade != 1.0f)
+          for (int64_t d = 0; d < w; d += kLanes) store(acc + i * w + d, fade * load(acc + i * w + d));
+      }
+      if (whole) {
+        small_matmul(r, end, s, kChunk, v, w, acc, w, w, false);
+        continue;
+      }
+      for (int64_t c = 0; c < t.count; ++c) {  // each query takes only what it sees: 0 * NaN is NaN
+        int64_t low = std::max<int64_t>(0, oldest(t.pos + c) - chunk);
+        int64_t high = std::min(end, t.pos + c + 1 - chunk);
+        if (low < high)
+          small_matmul(g, high - low, s + c * g * kChunk + low, kChunk, v + low * w, w,
+                       acc + c * g * w, w, w, false);
+      }
+    }
+  }
+
+  // all = all merged with the next segment's part.
+  void merge(int64_t r, float* all, const float* part) const {
+    int64_t w = wide();
+    float *m = all + r * w, *total = m + r;
+    const float *pm = part + r * w, *pt = pm + r;
+    for (int64_t i = 0; i < r; ++i) {
+      if (pt[i] == 0.0f) continue;  // nothing seen there
+      float now = std::max(m[i], pm[i]), a = exp_of(m[i] - now), b = exp_of(pm[i] - now);
+      for (int64_t d = 0; d < w; d += kLanes)
+        store(all + i * w + d, a * load(all + i * w + d) + b * load(part + i * w + d));
+      total[i] = a * total[i] + b * pt[i];
+      m[i] = now;
+    }
+  }
+
+  void finish(const Tile& t, const float* all) const {
+    int64_t g = group(), w = wide(), r = t.count * g;
+    const float* total = all + r * w + r;
+    for (int64_t i = 0; i < r; ++i) {
+      float* to = out + ((t.n * queries + t.first + i / g) * heads + t.h * g + i % g) * dim;
+      float by = total[i] == 0.0f ? 0.0f : 1.0f / total[i];
+      for (int64_t d = 0; d < dim; ++d) to[d] = total[i] == 0.0f ? 0.0f : all[i * w + d] * by;
+    }
+  }
+
+  // First and one past the last segment that the tile sees; keys beyond the table are not held.
+  std::pair<int64_t, int64_t> segments(const Tile& t) const {
+    int64_t last = std::min(t.pos + t.count - 1, (base[t.n] + pages) * page - 1);
+    int64_t first = std::max(oldest(t.pos), base[t.n] * page);
+    return {first / kSegment, last < first ? first / kSegment : last / kSegment + 1};
+  }
+
+  Tile tile_at(int64_t index) const {
+    int64_t blocks = (queries + kQueries - 1) / kQueries;
+    Tile t;
+    t.first = index % blocks * kQueries;
+    t.h = index / blocks % kv_heads;
+    t.n = index / blocks / kv_heads;
+    t.count = std::min(kQueries, queries - t.first);
+    t.pos = start[t.n] + t.first;
+    return t;
+  }
+
+  int64_t work_size() const {
+    int64_t r = kQueries * group();
+    return r * dim + dim * kChunk + kChunk * wide() + r * kChunk;
+  }
+
+  void clear(int64_t r, float* all) const {
+    std::fill(all, all + r * wide(), 0.0f);
+    std::fill(all + r * wide(), all + r * wide() + r, kLowest);
+    std::fill(all + r * wide() + r, all + r * wide() + 2 * r, 0.0f);
+  }
+
+  void run(ffi::ThreadPool& pool) const {
+    int64_t tiles = rows * kv_heads * ((queries + kQueries - 1) / kQueries);
+    if (tiles < kFewTiles) return run_segments(pool, tiles);
+    parallel(pool, tiles, [&](int64_t i) {
+      Tile t = tile_at(i);
+      auto [a, b] = segments(t);
+      int64_t size = partial_size(t.count), r = t.count * group();
+      float *all = scratch(2 * size + work_size()), *part = all + size;
+      clear(r, all);
+      for (int64_t s = a; s < b; ++s) {
+        partial(t, s * kSegment, part, part + size);
+        merge(r, all, part);
+      }
+      finish(t, all);
+    });
+  }
+
+  // The same sums with every segment a task of its own: few rows with long contexts use every core.
+  void run_segments(ffi::ThreadPool& pool, int64_t tiles) const {
+    std::vector<std::pair<Tile, int64_t>> tasks;
+    for (int64_t i = 0; i < tiles; ++i) {
+      auto [a, b] = segments(tile_at(i));
+      for (int64_t s = a; s < b; ++s) tasks.push_back({tile_at(i), s * kSegment});
+    }
+    int64_t size = partial_size(std::min(kQueries, queries));
+    std::vector<float> parts((tasks.size() + 1) * size);
+    parallel(pool, tasks.size(), [&](int64_t i) {
+      partial(tasks[i].first, tasks[i].second, &parts[i * size], scratch(work_size()));
+    });
+    float *all = &parts[tasks.size() * size], *part = parts.data();
+    for (int64_t i = 0; i < tiles; ++i) {
+      Tile t = tile_at(i);
+      auto [a, b] = segments(t);
+      clear(t.count * group(), all);
+      for (int64_t s = a; s < b; ++s, part += size) merge(t.count * group(), all, part);
+      finish(t, all);
+    }
+  }
+};
+
+// Copies the entries of `tokens` tokens to their pages in one pool; ids outside it are left out.
+inline void write_entries(float* pool, const float* entries, const int32_t* page,
+                          const int32_t* offset, int64_t tokens, int64_t heads, int64_t page_size,
+                          int64_t pages, int64_t dim) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    int64_t p = page[t], o = offset[t];
+    if (p < 0 || p >= pages || o < 0 || o >= page_size) continue;
+    for (int64_t h = 0; h < heads; ++h)
+      std::memcpy(pool + ((p * heads + h) * page_size + o) * dim, entries + (t * heads + h) * dim,
+                  dim * sizeof(float));
+  }
+}

@@ -1,0 +1,232 @@
+// x[M, K] @ w, with w as stored: [K, N], or [N, K] when `transposed`.
+// Every output element is one chain of fused multiply-adds over k = 0, 1, ..., K - 1, whatever M is and
+// whichever tile holds it: a row's result is bitwise the same alone, batched or chunked.
+// Weights are read once from memory and never repacked beyond a panel that stays in cache.
+#pragma once
+
+#include <algorithm>
+
+#include "parallel.h"
+#include "vec.h"
+
+constexpr int kSums = kTileM * kTileV;  // registers that hold sums
+constexpr int64_t kBlockK = 128;        // depth of a packed panel
+constexpr int kStreamed = 3;            // up to so many rows of x, weights are read in storage order
+constexpr int64_t kTasks = 2;           // parts of the columns: two a core, so that cores may be uneven
+
+// Vectors that a tile of `rows` rows is wide.
+constexpr int width_for(int rows) { return rows <= kStreamed ? kTileV : kSums / rows; }
+
+// One row's part of a panel to fetch early: every `every` steps one row of NV vectors.
+struct Ahead {
+  const float* row;
+  int64_t stride, every;
+};
+
+// c[MR, NV vectors] (+)= x[MR, depth] @ w[depth, NV vectors], fetching `ahead` meanwhile.
+template <int MR, int NV>
+void tile(int64_t depth, const float* x, int64_t ldx, const float* w, int64_t ldw, float* c,
+          int64_t ldc, bool first, Ahead ahead) {
+  vf sum[MR][NV];
+#pragma GCC unroll 24
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 24
+    for (int v = 0; v < NV; ++v) sum[m][v] = first ? vf{} : load(c + m * ldc + v * kLanes);
+  auto step = [&](int64_t k) __attribute__((always_inline)) {
+    vf b[NV];
+#pragma GCC unroll 24
+    for (int v = 0; v < NV; ++v) b[v] = load(w + k * ldw + v * kLanes);
+#pragma GCC unroll 24
+    for (int m = 0; m < MR; ++m) {
+      vf a = splat(x[m * ldx + k]);
+#pragma GCC unroll 24
+      for (int v = 0; v < NV; ++v) sum[m][v] += a * b[v];
+    }
+  };
+  int64_t k = 0;
+  if (ahead.row) {
+    for (; k < depth; ahead.row += ahead.stride) {
+#pragma GCC unroll 24
+      for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead.row + v * kLanes, 0, 2);
+      for (int64_t end = std::min(depth, k + ahead.every); k < end; ++k) step(k);
+    }
+  } else {
+    for (; k < depth; ++k) step(k);
+  }
+#pragma GCC unroll 24
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 24
+    for (int v = 0; v < NV; ++v) store(c + m * ldc + v * kLanes, sum[m][v]);
+}
+
+// The same for R rows of w, unrolled, with the R rows below them fetched meanwhile.
+template <int MR, int R, int NV>
+INLINE void stream_tile(const float* x, int64_t ldx, const float* w, int64_t ldw, float* c,
+                        bool first) {
+  vf sum[MR][NV];
+#pragma GCC unroll 24
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 24
+    for (int v = 0; v < NV; ++v) sum[m][v] = first ? vf{} : load(c + m * ldw + v * kLanes);
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r) {
+    vf b[NV];
+#pragma GCC unroll 24
+    for (int v = 0; v < NV; ++v) {
+      __builtin_prefetch(w + (r + R) * ldw + v * kLanes, 0, 2);
+      b[v] = load(w + r * ldw + v * kLanes);
+    }
+#pragma GCC unroll 24
+    for (int m = 0; m < MR; ++m) {
+      vf a = splat(x[m * ldx + r]);
+#pragma GCC unroll 24
+      for (int v = 0; v < NV; ++v) sum[m][v] += a * b[v];
+    }
+  }
+#pragma GCC unroll 24
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 24
+    for (int v = 0; v < NV; ++v) store(c + m * ldw + v * kLanes, sum[m][v]);
+}
+
+struct Matmul {
+  const float* x;
+  const float* w;
+  float* out;
+  int64_t m, k, n;
+  bool transposed;
+
+  // Rows a tile: as few tiles as registers allow, of even height.
+  int64_t height() const {
+    int64_t tiles = (m + kTileM - 1) / kTileM;
+    return (m + tiles - 1) / tiles;
+  }
+
+  // All rows of x times one panel of NV vectors; `from` holds rows k0 .. k0 + depth of it.
+  template <int MR, int NV>
+  void panel(const float* from, int64_t ldw, int64_t k0, int64_t depth, float* c, int64_t ldc,
+             const float* next) const {
+    int64_t tiles = (m + MR - 1) / MR, part = (depth + tiles - 1) / tiles;
+    for (int64_t t = 0, i = 0; i < m; ++t) {
+      const float* xi = x + i * k + k0;
+      Ahead ahead{next ? next + t * part * n : nullptr, n, tiles};
+      if (m - i >= MR) {
+        tile<MR, NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
+        i += MR;
+      } else if (MR > 1 && m - i == MR - 1) {
+        tile<(MR > 1 ? MR - 1 : 1), NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
+        i += MR - 1;
+      } else {
+        tile<1, NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
+        i += 1;
+      }
+    }
+  }
+
+  // Columns [j, end) read where they are, in panels of NV vectors; returns the first column left.
+  template <int MR, int NV>
+  int64_t direct(int64_t j, int64_t end) const {
+    constexpr int64_t wide = NV * kLanes;
+    for (; j + wide <= end; j += wide) {
+      const float* next = j + 2 * wide <= end ? w + j + wide : nullptr;
+      panel<MR, NV>(w + j, n, 0, k, out + j, n, next);
+    }
+    return j;
+  }
+
+  // Few rows: the sums stay in the output (L1) and weights are read nearly in the order they are stored,
+  // R rows at a time, with the next R rows fetched early: this is what reaches the memory's rate.
+  template <int MR, int R, int NV>
+  void stream(int64_t k0, int64_t k1, int64_t j, int64_t end) const {
+    for (int64_t at = k0; at + R <= k1; at += R)
+      for (int64_t col = j; col < end; col += NV * kLanes)
+        stream_tile<MR, R, NV>(x + at, k, w + at * n + col, n, out + col, at == 0);
+  }
+
+  template <int MR, int R, int NV>
+  int64_t streamed(int64_t j, int64_t end) const {
+    int64_t stop = j + (end - j) / (NV * kLanes) * (NV * kLanes), whole = k / R * R;
+    stream<MR, R, NV>(0, whole, j, stop);
+    stream<MR, 1, NV>(whole, k, j, stop);
+    return stop;
+  }
+
+  // Columns [j, end) through packed panels: transposed weights, and the columns that fill no vector.
+  template <int MR, int NV>
+  void packed(int64_t j, int64_t end) const {
+    constexpr int64_t wide = NV * kLanes;
+    float* buffer = scratch(kBlockK * wide + m * wide);
+    float* edge = buffer + kBlockK * wide;
+    for (; j < end; j += wide) {
+      int64_t width = std::min(wide, end - j);
+      float* c = width == wide ? out + j : edge;
+      int64_t ldc = width == wide ? n : wide;
+      for (int64_t k0 = 0; k0 < k; k0 += kBlockK) {
+        int64_t depth = std::min(kBlockK, k - k0);
+        pack(buffer, wide, k0, depth, j, width);
+        panel<MR, NV>(buffer, wide, k0, depth, c, ldc, nullptr);
+      }
+      if (c == edge)
+        for (int64_t i = 0; i < m; ++i)
+          std::memcpy(out + i * n + j, edge + i * wide, width * sizeof(float));
+    }
+  }
+
+  // to[depth, wide] = the weights of rows k0.. and columns j.., zero from column `width` on.
+  void pack(float* to, int64_t wide, int64_t k0, int64_t depth, int64_t j, int64_t width) const {
+    int64_t i = 0;
+    if (transposed && width == wide) {
+      for (; i + kLanes <= depth; i += kLanes) {
+        for (int64_t l = 0; l < wide; l += kLanes) {
+          vf r[kLanes];
+#pragma GCC unroll 16
+          for (int64_t s = 0; s < kLanes; ++s) {
+            const float* p = w + (j + l + s) * k + k0 + i;
+            r[s] = load(p);
+            __builtin_prefetch(p + kBlockK, 0, 2);
+          }
+          transpose(r);
+#pragma GCC unroll 16
+          for (int64_t s = 0; s < kLanes; ++s) store(to + (i + s) * wide + l, r[s]);
+        }
+      }
+    }
+    for (; i < depth; ++i)
+      for (int64_t l = 0; l < wide; ++l) {
+        int64_t at = transposed ? (j + l) * k + k0 + i : (k0 + i) * n + j + l;
+        to[i * wide + l] = l < width ? w[at] : 0.0f;
+      }
+  }
+
+  template <int MR>
+  void columns(int64_t j, int64_t end) const {
+    if (!transposed) {
+      if constexpr (MR <= kStreamed) {
+        if constexpr (MR == 3) j = streamed<MR, 16, 2>(j, end);
+        j = streamed<MR, (MR == 1 ? 8 : 16), 1>(j, end);
+      } else {
+        j = direct<MR, width_for(MR)>(j, end);
+        if constexpr (width_for(MR) > kTileV) j = direct<MR, kTileV>(j, end);
+        j = direct<MR, 1>(j, end);
+      }
+      packed<MR, 1>(j, end);
+    } else {
+      packed<MR, kTileV>(j, end);
+    }
+  }
+
+  template <int... I>
+  void columns(int64_t j, int64_t end, Seq<I...>) const {
+    int64_t rows = height();
+    (void)((rows == I + 1 && (columns<I + 1>(j, end), true)) || ...);
+  }
+
+  void run(ffi::ThreadPool& pool) const {
+    int64_t grain = kLanes * (transposed ? kTileV : 1), parts = (n + grain - 1) / grain;
+    int64_t tasks = std::min<int64_t>(parts, kTasks);
+    parallel(pool, tasks, [&](int64_t t) {
+      columns(parts * t / tasks * grain, std::min(n, parts * (t + 1) / tasks * grain),
+              MakeSeq<kTileM>::type{});
+    });
+  }
+};

@@ -1,0 +1,85 @@
+// Vectors of float32 on GCC's vector extensions: AVX-512, AVX2, NEON or plain 128-bit lanes.
+// Nothing here knows an op. Included by the kernels.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define VEC_BYTES 64
+constexpr int kTileM = 8, kTileV = 3;  // 24 of 32 registers hold sums
+#elif defined(__AVX__)
+#define VEC_BYTES 32
+constexpr int kTileM = 6, kTileV = 2;  // 12 of 16
+#elif defined(__aarch64__)
+#define VEC_BYTES 16
+constexpr int kTileM = 6, kTileV = 4;  // 24 of 32
+#else
+#define VEC_BYTES 16
+constexpr int kTileM = 4, kTileV = 2;
+#endif
+
+typedef float vf __attribute__((vector_size(VEC_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VEC_BYTES)));
+typedef float vf_any __attribute__((vector_size(VEC_BYTES), aligned(4), may_alias));
+
+constexpr int64_t kLanes = VEC_BYTES / 4;
+constexpr int64_t kTileN = kTileV * kLanes;
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+INLINE void store(float* p, vf v) { *reinterpret_cast<vf_any*>(p) = v; }
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <int... I>
+struct Seq {};
+template <int N, int... I>
+struct MakeSeq : MakeSeq<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeSeq<0, I...> {
+  using type = Seq<I...>;
+};
+using Lanes = MakeSeq<kLanes>::type;
+
+template <int... I>
+INLINE vf zip_low(vf a, vf b, Seq<I...>) {
+  return __builtin_shuffle(a, b, vi{(I / 2 + (I % 2) * int(kLanes))...});
+}
+template <int... I>
+INLINE vf zip_high(vf a, vf b, Seq<I...>) {
+  return __builtin_shuffle(a, b, vi{(int(kLanes) / 2 + I / 2 + (I % 2) * int(kLanes))...});
+}
+
+// r[i][j] becomes r[j][i]: log2(lanes) perfect shuffles.
+INLINE void transpose(vf r[kLanes]) {
+  for (int64_t s = 1; s < kLanes; s *= 2) {
+    vf t[kLanes];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes / 2; ++i) {
+      t[2 * i] = zip_low(r[i], r[i + kLanes / 2], Lanes{});
+      t[2 * i + 1] = zip_high(r[i], r[i + kLanes / 2], Lanes{});
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes; ++i) r[i] = t[i];
+  }
+}
+
+// Scratch that a thread keeps between calls, `floats` long and aligned to a vector.
+INLINE float* scratch(int64_t floats) {
+  struct Block {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Block() { std::free(data); }
+  };
+  static thread_local Block block;
+  if (block.size < floats) {
+    std::free(block.data);
+    block.size = round_up(floats, 1024);
+    block.data = static_cast<float*>(std::aligned_alloc(64, block.size * sizeof(float)));
+  }
+  return block.data;
+}

@@ -1,0 +1,201 @@
+"""The native CPU kernels: built once with the machine's C++ compiler and called through jax.ffi.
+
+Optional: without a compiler `load` says why and the ops stay with the reference. Never builds at
+import, only when an op is first traced on a CPU. Derivatives are those of the reference.
+Called by dispatch.py and ops.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+
+_SOURCES = Path(__file__).parent / "cpu"
+_TARGETS = ("jaxinfer_matmul", "jaxinfer_paged_attention", "jaxinfer_kv_write")
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-w")
+_BUILD_SECONDS = 300
+
+
+class BuildError(RuntimeError):
+    """The native kernels cannot be had on this machine; the message says why."""
+
+
+def load() -> str:
+    """Build (or find) the library, load it and register its targets, once; returns its path.
+
+    Raises:
+        BuildError: no compiler, or one that cannot build or load the kernels (kept: no second try).
+    """
+    result = _load()
+    if isinstance(result, BuildError):
+        raise result
+    return result
+
+
+@cache
+def _load() -> str | BuildError:
+    try:
+        return _build_and_register()
+    except BuildError as error:
+        return error
+
+
+def _build_and_register() -> str:
+    path = _build(find_compiler(), cache_dir())
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"the built kernels do not load: {error}") from error
+    for target in _TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(library, target))
+        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    return str(path)
+
+
+def find_compiler(names: Sequence[str] = _COMPILERS) -> str:
+    """Path of the first compiler found; BuildError when there is none."""
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler ({', '.join(names)}) is installed; install g++")
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept between runs, for this user only."""
+    return Path.home() / ".cache" / "jaxinfer" / "kernels"
+
+
+def _build(compiler: str, directory: Path) -> Path:
+    """The library for these sources, this compiler and this CPU, built unless it is there."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    command = [compiler, *_FLAGS, native, "-I", jax.ffi.include_dir(), str(_SOURCES / "module.cc")]
+    target = directory / f"kernels-{_key(command)}.so"
+    if target.exists():
+        return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            built = Path(work) / target.name
+            run = subprocess.run(
+                [*command, "-o", str(built)],
+                capture_output=True,
+                text=True,
+                timeout=_BUILD_SECONDS,
+                check=False,
+            )
+            if run.returncode:
+                raise BuildError(f"{compiler} failed to build the kernels: {run.stderr[-2000:]}")
+            os.replace(built, target)  # atomic: several processes may build at once
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"building the kernels in {directory} failed: {error}") from error
+    return target
+
+
+def _key(command: Sequence[str]) -> str:
+    """Hash of all that decides the result: sources, headers' version, compiler, flags, CPU."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    version = subprocess.run(
+        [command[0], "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    for part in (*command, version.stdout, jax.__version__, _cpu()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() + platform.machine()
+    kept = ("model name", "flags", "Features", "CPU part")
+    lines = info.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(kept))
+
+
+@jax.custom_jvp
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """float32 x[M, K] @ w[K, N]."""
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
+    return _call("jaxinfer_matmul", result)(x, w, transposed=False)
+
+
+@jax.custom_jvp
+def matmul_t(x: jax.Array, w: jax.Array) -> jax.Array:
+    """float32 x[M, D] @ w[V, D].T."""
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    return _call("jaxinfer_matmul", result)(x, w, transposed=True)
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> jax.Array:
+    """See ops.paged_attention; all float arrays are float32."""
+    return _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
+def _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap) -> jax.Array:
+    attrs = {
+        "window": np.int64(window),
+        "scale": np.float32(scale),
+        "softcap": np.float32(softcap),
+    }
+    call = _call("jaxinfer_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(q, k_pool, v_pool, tables, base, start, **attrs)
+
+
+@jax.custom_jvp
+def kv_write(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page: jax.Array,
+    offset: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See ops.kv_write; all float arrays are float32."""
+    result = jax.ShapeDtypeStruct(k_pool.shape, jnp.float32)
+    call = _call("jaxinfer_kv_write", (result, result), input_output_aliases={0: 0, 1: 1})
+    k_pool, v_pool = call(k_pool, v_pool, k, v, page, offset)
+    return k_pool, v_pool
+
+
+def _call(target: str, result: Any, **options: Any) -> Callable[..., Any]:
+    return jax.ffi.ffi_call(target, result, vmap_method="sequential", **options)
+
+
+@_attention.defjvp
+def _attention_jvp(scale, window, softcap, primals, tangents):
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    return jax.jvp(partial(reference.paged_attention, **options), primals, tangents)
+
+
+kv_write.defjvp(partial(jax.jvp, reference.kv_write))
+matmul.defjvp(partial(jax.jvp, partial(reference.matmul, out_dtype=jnp.dtype(jnp.float32))))
+matmul_t.defjvp(partial(jax.jvp, partial(reference.matmul_t, out_dtype=jnp.dtype(jnp.float32))))
