@@ -125,8 +125,11 @@ class ChatTemplate:
                 f"{where}.role={role!r:.80} is unknown; allowed are {sorted(ROLES)} and the roles "
                 "that the chat template names"
             )
-        out = dict(message)
-        if message.get("tool_calls"):
+        # Clients send null for what they leave out; templates ask whether a key is there.
+        out = {key: value for key, value in message.items() if value is not None}
+        if not out.get("tool_calls"):
+            out.pop("tool_calls", None)
+        else:
             out["tool_calls"] = _check_tool_calls(f"{where}.tool_calls", message["tool_calls"])
         content = message.get("content")
         if content is None and role == "assistant" and out.get("tool_calls"):

@@ -15,9 +15,10 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes, pass_environment
 from jinja2.exceptions import SecurityError, TemplateError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_indent, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,7 +40,8 @@ REMOVED_FILTERS = (
     "xmlattr",
 )
 REMOVED_METHODS = frozenset({"encode", "expandtabs", "to_bytes", "translate"})
-_WIDE_FORMAT = re.compile(r"\d{5}|\*|:[^{}]*\{")
+# A width of five digits or one that is computed, in "%5d" and "{:5d}" formats; linear to search.
+_WIDE_FORMAT = re.compile(r"%(?:\([^)%]*\))?[^a-zA-Z%]*?(?:\d{5}|\*)|\{[^{}:]*:[^{}]*?(?:\d{5}|\{)")
 
 
 class Budget:
@@ -62,7 +64,7 @@ class Budget:
             raise SecurityError(f"the template makes a text of more than {MAX_CHARS} characters")
 
     def charge(self, chars: int) -> None:
-        self.room(chars)
+        """Account for text that was made, or will be."""
         self.chars += chars
         if self.chars > MAX_TOTAL_CHARS:
             raise SecurityError(f"the template makes more than {MAX_TOTAL_CHARS} characters in all")
@@ -76,13 +78,16 @@ class Budget:
                 chars += len(item)
             elif isinstance(item, (list, tuple, set, Mapping)):
                 self.tick(len(item) + 1)
-                stack.extend(item.values() if isinstance(item, Mapping) else item)
+                stack.extend(item)
+                if isinstance(item, Mapping):
+                    stack.extend(item.values())
             self.room(chars)
         return chars
 
     def result(self, value: Any) -> Any:
         """Account for a new value; lazy results are accounted for as they are read."""
         if isinstance(value, str):
+            self.room(len(value))
             self.charge(len(value))
         elif isinstance(value, (list, tuple, set, Mapping)):
             self.weigh(value)
@@ -144,23 +149,24 @@ def _replace(text: object, old: str, new: str, count: int | None = None) -> str:
     return text.replace(old, new, -1 if count is None else count)
 
 
-def _join(values: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
+@pass_environment
+def _join(
+    environment: Environment, values: Iterable[Any], d: str = "", attribute: str | None = None
+) -> str:
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), values)
     budget, parts, chars = _BUDGET.get(), [], 0
     for value in values:
-        item = value.get(attribute) if attribute and isinstance(value, Mapping) else value
-        chars += budget.weigh(item) + len(d)
+        chars += budget.weigh(value) + len(d)
         budget.room(chars)
-        parts.append(str(item))
+        parts.append(str(value))
     return d.join(parts)
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    pad = width if isinstance(width, str) else " " * _BUDGET.get().bounded(width)
-    _BUDGET.get().room(len(text) + len(pad) * (text.count("\n") + 1))
-    lines = text.split("\n")
-    keep = [first or blank if not i else bool(line) or blank for i, line in enumerate(lines)]
-    keep[0] = first
-    return "\n".join(pad + line if k else line for line, k in zip(lines, keep, strict=True))
+    pad = len(width) if isinstance(width, str) else _BUDGET.get().bounded(width)
+    _BUDGET.get().room(len(text) + pad * (len(text.splitlines()) + 1))
+    return do_indent(text, width, first, blank)
 
 
 def _format(pattern: object, *args: Any, **kwargs: Any) -> str:
@@ -288,7 +294,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if name == "replace":
                 return budget.result(_replace(owner, *args, **kwargs))
             if name == "join":
-                return budget.result(_join(*args, owner))  # type: ignore[reportCallIssue]
+                return budget.result(_join(self, *args, owner))  # type: ignore[reportCallIssue]
         return budget.result(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:

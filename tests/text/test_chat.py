@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxinfer.errors import ConfigError, InvalidRequest
 from jaxinfer.text import sandbox
@@ -152,6 +153,40 @@ def test_content_parts_are_joined_and_messages_stay_as_they_were():
     assert messages == [{"role": "user", "content": parts}]
 
 
+def test_fields_that_clients_leave_null_are_left_out():
+    source = "{{ messages[0].keys() | list | sort | join(',') }}"
+    message = {"role": "assistant", "content": "x", "tool_calls": [], "refusal": None, "name": "n"}
+    assert ChatTemplate(source).render([message]) == "content,name,role"
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    none = ChatTemplate("{{ messages[0].content is none }}{{ messages[0].tool_calls[0].function }}")
+    assert none.render([called]) == "True{'name': 'f', 'arguments': {}}"
+
+
+PLAIN = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+SAME_AS_JINJA = [
+    "{{ 'a\nb\n\n\rc\n'|indent }}|{{ 'a\nb'|indent(2, true) }}|{{ 'a\n\nb'|indent('--', blank=true) }}",
+    "{{ messages|join('+', attribute='role') }}{{ messages|join(attribute='nope') }}{{ [1, none]|join }}",
+    "{{ 'aaa'|replace('a', 'b', 2) }}{{ 'ab'|replace('', '-') }}{{ 'aaa'.replace('a', '', 1) }}",
+    "{{ '-'.join(['a', 'b']) }}{{ 'Year 12345 %s: %5.1f%%'|format('x', 2.5) }}{{ '%(a)s' % {'a': 1} }}",
+    "{{ '{:>5}{b!r}{{}} 123456'.format('x', b=[1]) }}{{ 7 % 4 }}{{ 2 ** 5 }}{{ 'ab' * 2 }}{{ [1] + [2] }}",
+    "{% for k, v in messages[0].items() %}{{ k }}{{ loop.last }}{{ loop.length }}{% else %}n{% endfor %}",
+    "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is sequence else x }}{% endfor %}",
+    "{% for x in nothing %}{% else %}none{% endfor %}{{ ('a', 'b')|last }}{{ {'a': 1}|dictsort }}",
+    "{% macro m(a, b=['x']) %}{{ a }}{{ b[0] }}{{ caller() }}{% endmacro %}{% call m('q') %}!{% endcall %}",
+    "{{ messages|map(attribute='content')|map('upper')|list }}{{ messages|groupby('role')|length }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{{ range(5)|batch(2)|list }}{{ [3, 1]|sort }}{{ 'x' ~ 1 ~ none }}{{ messages[::-1][0].role }}",
+    "{% filter replace('b', 'c') %}ab{% endfilter %}{% set t | upper %}q{% endset %}{{ t }}{{ 'a' in 'ab' }}",
+]
+
+
+@pytest.mark.parametrize("source", SAME_AS_JINJA)
+def test_accounting_does_not_change_what_a_template_means(source: str):
+    messages = [USER, ASSISTANT]
+    want = PLAIN.from_string(source).render(messages=messages)
+    assert ChatTemplate(source).render(messages) == want
+
+
 def test_no_template_says_what_to_do():
     with pytest.raises(InvalidRequest, match="raw prompt.*--chat-template"):
         ChatTemplate(None).render([USER])
@@ -268,6 +303,10 @@ BOMBS = {
     "dict call": DOUBLING.replace("BODY", "{% set ns.s = dict(a=ns.s, b=ns.s) %}"),
     "width": "{{ '%1000000000d' % 1 }}",
     "width filter": "{{ '%1000000000d'|format(1) }}",
+    "width by name": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "computed width of %": "{{ '%*d' % (1000000, 1) }}",
+    "big keys": DOUBLING.replace("BODY", "{% set ns.s = [{ns.s|string: 1}, {ns.s|string: 2}] %}"),
+    "constant text": "{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}",
     "width method": "{{ '{:1000000000}'.format(1) }}",
     "computed width": "{{ '{:{}}'.format(1, '1000000000') }}",
     "ljust": "{{ 'a'.ljust(1000000000) }}",
