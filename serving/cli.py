@@ -15,7 +15,7 @@ import typer
 
 from jaxinfer import __version__
 from jaxinfer.errors import JaxinferError
-from serving.commands import generate
+from serving.commands import crosscheck, generate
 from serving.present import print_json
 
 # What doctor shows: these change how JAX and the commands behave.
@@ -43,6 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
+app.command()(crosscheck.crosscheck)
 
 
 def _version(wanted: bool) -> None:

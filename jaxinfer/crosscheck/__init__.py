@@ -1,0 +1,1 @@
+"""Comparison with the PyTorch reference, layer by layer and token by token; see session.py."""
