@@ -126,12 +126,16 @@ def _refuse_unknown(file: GGUFFile, arch_name: str, meta: dict[str, Any]) -> Non
 
 
 def _uniform(file: GGUFFile, key: str, value: Any) -> Any:
-    """The one value of a key that a writer may give per layer."""
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        raise WeightsError(f"GGUF file {file.path}: {key}={value} differs from layer to layer")
-    return value[0]
+    """The one number of a key that a writer may give per layer."""
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise WeightsError(f"GGUF file {file.path}: {key}={value} differs from layer to layer")
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise WeightsError(f"GGUF file {file.path}: {key}={value!r} must be a number")
+    if key in _REQUIRED and value <= 0:
+        raise WeightsError(f"GGUF file {file.path}: {key}={value} must be above 0")
+    return value
 
 
 def _token_ids(file: GGUFFile, config: dict[str, Any]) -> None:

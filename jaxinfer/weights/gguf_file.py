@@ -86,7 +86,7 @@ class GGUFFile:
         self.path = path
         try:
             self._parse(_Cursor(self._file))
-        except (struct.error, UnicodeDecodeError, KeyError, ValueError, OverflowError) as error:
+        except (struct.error, KeyError, ValueError, TypeError, ArithmeticError) as error:
             if isinstance(error, WeightsError):
                 raise
             raise WeightsError(f"GGUF file {path} has a broken header: {error!r}") from error
@@ -102,6 +102,11 @@ class GGUFFile:
         for _ in range(key_count):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
+        if self.metadata.get("split.count", 1) > 1:
+            raise WeightsError(
+                f"GGUF file {self.path} is one of {self.metadata['split.count']} parts; join them "
+                "first (llama-gguf-split --merge)"
+            )
         raw = [cursor.tensor() for _ in range(tensor_count)]
         align = int(self.metadata.get("general.alignment", 32))
         base = -(-cursor.offset // align) * align
@@ -185,8 +190,8 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             inner, count = self.scalar("I"), self.scalar("Q")
-            if inner in (_STRING, _ARRAY):
-                return [self.value(inner) for _ in range(count)]
+            if inner == _STRING:
+                return [self.string() for _ in range(count)]
             dtype = np.dtype("<" + _SCALARS[inner])
             return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
         out = self.scalar(_SCALARS[kind])

@@ -195,7 +195,7 @@ def _adds(file: GGUFFile, kind: str) -> bool:
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
     tokens = _get(file, "tokens")
-    if not tokens:
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise WeightsError(f"GGUF file {file.path} has no vocabulary (tokenizer.ggml.tokens)")
     types = _get(file, "token_type") or [1] * len(tokens)
     if len(types) != len(tokens):

@@ -31,7 +31,8 @@ FORMS = (
     "a Hugging Face directory with config.json and safetensors, a .gguf file, a directory made by "
     "`jaxinfer convert`, the alias smollm2-135m, or a Hub id like org/name"
 )
-HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_SKIPPED = ["*/*", "consolidated*"]  # other copies of the same weights
 ARRAYS = "orbax"  # folder of the arrays inside a converted model
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -109,9 +110,12 @@ class Checkpoint:
 
     @cached_property
     def special(self) -> dict[str, Any]:
-        """Tokenizer facts: bos_token, eos_token, pad_token, unk_token (str or None), add_bos_token,
-        add_eos_token (bool; the tokenizer's post-processor applies them), and eos_token_ids: the
-        sorted union over the tokenizer, config.json and generation_config.json."""
+        """Tokenizer facts.
+
+        bos_token, eos_token, pad_token, unk_token: str or None. add_bos_token, add_eos_token: bool,
+        or None where the checkpoint leaves it to tokenizer.json's post-processor. eos_token_ids:
+        sorted union over the tokenizer, config.json and generation_config.json.
+        """
         facts = dict(self._facts)
         ids = set(facts.pop("eot_token_ids", ()))
         for source in (self.config, self.generation_config):
@@ -198,7 +202,7 @@ def open_directory(path: Path, name: str = "") -> Checkpoint:
     facts: dict[str, Any] = {
         key: _token(tokenizer.get(key) or fallback.get(key)) for key in _SPECIAL
     }
-    facts |= {key: bool(tokenizer.get(key)) for key in ("add_bos_token", "add_eos_token")}
+    facts |= {key: tokenizer.get(key) for key in ("add_bos_token", "add_eos_token")}
     return Checkpoint(
         path,
         "orbax" if (path / ARRAYS).is_dir() else "hf",
@@ -255,7 +259,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED))
     except Exception as error:  # whatever its HTTP library raises: the user needs one message
         raise ConfigError(
             f"model={model!r} is no path here, and the Hub has no such repository or cannot be "

@@ -182,3 +182,26 @@ def test_unknown_block_format_is_refused_by_name(tmp_path: Path) -> None:
     data = np.zeros((2, 64 // block * size), np.uint8)
     with pytest.raises(WeightsError, match=r"'w'.*IQ4_NL"):
         one_tensor(tmp_path, (data, GGMLQuantizationType.IQ4_NL))
+
+
+@given(at=st.integers(0, 600), byte=st.integers(0, 255))
+@settings(max_examples=200, deadline=None)
+def test_a_changed_byte_never_crashes(
+    at: int, byte: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A damaged header is read as something else, or refused with a WeightsError."""
+    base = tmp_path_factory.getbasetemp() / "whole.gguf"
+    if not base.exists():
+        meta = {"a": [1, 2], "b": ["x", "y"], "c": 1.5, "d": "text", "e": True}
+        tensors = {"w": np.ones((2, 32), np.float32), "v": np.ones(4, np.float32)}
+        write_gguf(base, "llama", meta, tensors)
+    data = bytearray(base.read_bytes())
+    data[at % len(data)] = byte
+    damaged = base.with_name("damaged.gguf")
+    damaged.write_bytes(bytes(data))
+    try:
+        file = GGUFFile(damaged)
+        for tensor in file.tensors.values():
+            file.rows(tensor, 0, tensor.shape[0])
+    except WeightsError as error:
+        assert "damaged.gguf" in str(error)

@@ -297,6 +297,9 @@ def test_yarn(tmp_path: Path) -> None:
         ({"llama.strange": 1}, r"llama\.strange"),
         ({"llama.attention.value_length": 4}, "value_length=4"),
         ({"llama.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]"),
+        ({"llama.attention.head_count": 0}, "head_count=0"),
+        ({"llama.rope.freq_base": "x"}, "freq_base='x'"),
+        ({"split.count": 3}, "one of 3 parts"),
     ],
 )
 def test_metadata_that_changes_the_maths_is_refused(

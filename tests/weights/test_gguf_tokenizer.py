@@ -162,6 +162,7 @@ def test_special_and_user_defined_tokens(tmp_path: Path) -> None:
         ({"merges": ["a x"]}, "out of vocabulary"),
         ({"token_type": [1]}, "token types"),
         ({"tokens": None, "token_type": None}, "no vocabulary"),
+        ({"tokens": 5}, "no vocabulary"),
         ({"model": "llama"}, "scores"),
         ({"bos_token_id": None, "add_bos_token": True}, "names none"),
     ],

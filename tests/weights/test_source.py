@@ -106,7 +106,7 @@ def test_special_tokens_map_fills_gaps(folder: Path) -> None:
     edit(folder / "special_tokens_map.json", bos_token={"content": "<s>"}, unk_token="<u>")
     special = resolve(str(folder)).special
     assert (special["bos_token"], special["unk_token"]) == ("<s>", "<u>")
-    assert special["add_bos_token"] is True and special["add_eos_token"] is False
+    assert special["add_bos_token"] is True and special["add_eos_token"] is None
 
 
 def test_a_model_without_a_tokenizer_can_still_be_opened(folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> Non
 
     asked: list[tuple[str, list[str]]] = []
 
-    def unreachable(model: str, allow_patterns: list[str]) -> str:
+    def unreachable(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((model, allow_patterns))
         raise ConnectionError("no route")
 
