@@ -15,7 +15,7 @@ import typer
 
 from jaxinfer import __version__
 from jaxinfer.errors import JaxinferError
-from serving.commands import crosscheck, generate
+from serving.commands import bench, chat, convert, crosscheck, doctor, generate
 from serving.present import print_json
 
 # What doctor shows: these change how JAX and the commands behave.
@@ -42,8 +42,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate.generate)
-app.command()(crosscheck.crosscheck)
+for command in (
+    generate.generate,
+    chat.chat,
+    convert.convert,
+    crosscheck.crosscheck,
+    doctor.doctor,
+):
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -52,7 +52,8 @@ def crosscheck(
     from jaxinfer.llm import LLM
     from jaxinfer.progress import console_progress
 
-    llm = LLM(model, **{"dtype": DEFAULT_DTYPE} | engine)
+    options: dict[str, Any] = {"dtype": DEFAULT_DTYPE} | engine
+    llm = LLM(model, **options)
     chosen, skipped = load_prompts(llm, prompts, max_tokens)
     with console_progress(True) as progress:
         report = run(
@@ -87,7 +88,7 @@ def _print_report(report: Report) -> None:
     if report.first_diverging_layer:
         console.print(f"first diverging layer: {report.first_diverging_layer}")
     for failure in report.failures:
-        console.print(f"[red]{failure}[/red]")
+        console.print(failure, style="red", markup=False)
     for what, hint in (("forward pass", report.hint), ("as served", report.hint_served)):
         if hint:
             console.print(f"{what}: {hint}")

@@ -53,6 +53,9 @@ def generate(
     texts = [*(prompt or []), *(read_text("--prompt-file", path) for path in prompt_file or [])]
     ids = [parse_ids("--prompt-token-ids", text) for text in prompt_token_ids or []]
     _check_prompts(texts, ids, chat, system, chat_template)
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling and not as_json:
+            raise InvalidRequest(f"{name}={sampling[name]} is only shown with --json")
     SamplingParams(**sampling)  # wrong values are refused before the model is loaded
     template = None if chat_template is None else read_text("--chat-template", chat_template)
 
