@@ -1,0 +1,1 @@
+"""Building blocks of models: pure functions on arrays, one idea a file."""

@@ -1,0 +1,1 @@
+"""Tests of the engine as a whole, on tiny checkpoints."""
