@@ -7,7 +7,7 @@ adding an entry here and a recording under tests/reference. Pure data; imports n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -27,6 +27,7 @@ class Architecture:
         scaled_length: max_position_embeddings already contains the rope factor.
         embed_sqrt: embeddings are multiplied by sqrt(hidden_size).
         activation_field: field that names the activation.
+        nested: the decoder's fields stand in text_config.
         prefix: where the decoder's tensors are. ignored: patterns of tensors to skip on purpose.
         fields: extra fields that the class reads, see model_config.
     """
@@ -46,6 +47,7 @@ class Architecture:
     scaled_length: bool = False
     embed_sqrt: bool = False
     activation_field: str = "hidden_act"
+    nested: bool = False
     prefix: str = "model."
     ignored: tuple[str, ...] = ()
     fields: frozenset[str] = frozenset()
@@ -63,7 +65,8 @@ _GEMMA_DEFAULTS = {
 }
 _GEMMA3 = Architecture(
     "gemma3_text",
-    {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "rope_theta": 1e6}
+    | {"vocab_size": 262208, "num_attention_heads": 8},
     **_GEMMA,
     placement="sandwich",
     qk_norm="head",
@@ -151,6 +154,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        model_type="gemma3",
+        nested=True,
+        prefix="language_model.model.",
+        ignored=(r"vision_tower\..*", r"multi_modal_projector\..*"),
+    ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
         {

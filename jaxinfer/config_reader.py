@@ -18,17 +18,24 @@ log = logging.getLogger(__name__)
 
 # Fields that say nothing about the forward pass (training, files, generation, bookkeeping).
 _INERT = frozenset(
-    """architectures model_type transformers_version _name_or_path name_or_path auto_map torch_dtype dtype
-    initializer_range initializer_factor use_cache bos_token_id eos_token_id pad_token_id sep_token_id
-    decoder_start_token_id unk_token_id attention_dropout hidden_dropout residual_dropout resid_pdrop
-    embd_pdrop hidden_dropout_prob dropout classifier_dropout attention_probs_dropout_prob pretraining_tp
-    tokenizer_class id2label label2id num_labels problem_type task_specific_params return_dict
-    output_attentions output_hidden_states torchscript chunk_size_feed_forward rope_theta
-    sliding_window_pattern _sliding_window_pattern max_window_layers cache_implementation
-    attn_implementation _attn_implementation _attn_implementation_autoset use_bfloat16
-    tf_legacy_loss finetuning_task prefix gradient_checkpointing keys_to_ignore_at_inference vocab_file
-    layer_types no_rope_layer_interval rope_local_base_freq is_decoder is_llama_config embedding_size
-    model_max_length unsloth_version unsloth_fixed original_max_position_embeddings""".split()
+    " ".join(
+        (
+            "architectures model_type transformers_version _name_or_path name_or_path auto_map",
+            "torch_dtype dtype initializer_range initializer_factor use_cache bos_token_id",
+            "eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id",
+            "attention_dropout hidden_dropout residual_dropout resid_pdrop embd_pdrop",
+            "hidden_dropout_prob dropout classifier_dropout attention_probs_dropout_prob",
+            "pretraining_tp tokenizer_class id2label label2id num_labels problem_type",
+            "task_specific_params return_dict output_attentions output_hidden_states torchscript",
+            "chunk_size_feed_forward rope_theta sliding_window_pattern _sliding_window_pattern",
+            "max_window_layers cache_implementation attn_implementation _attn_implementation",
+            "_attn_implementation_autoset use_bfloat16 tf_legacy_loss finetuning_task prefix",
+            "gradient_checkpointing keys_to_ignore_at_inference vocab_file no_rope_layer_interval",
+            "is_decoder is_llama_config embedding_size model_max_length unsloth_version",
+            "unsloth_fixed original_max_position_embeddings full_attn_mod interpolate_factor",
+            "sliding_window_size",
+        )
+    ).split()
 )
 # Names that change the maths, wherever they come from.
 _MATHS = re.compile(
@@ -62,13 +69,14 @@ class Reader:
         """A finite number above 0; None stands for `default` (an error if that is None too)."""
         value = self.get(name, default)
         value = default if value is None else value
-        bad = isinstance(value, bool) or not isinstance(value, (int, float))
-        if bad or not math.isfinite(value) or value <= 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is None or not number or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"config.json: {name}={value!r} must be a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
+        value = default if value is None else value
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {name}={value!r} must be true or false")
         return value
@@ -81,8 +89,8 @@ class Reader:
                 continue
             if _MATHS.search(name):
                 raise ConfigError(
-                    f"config.json: {name}={value!r:.80} is not supported for this architecture; only an "
-                    "absent, null, false, zero or empty value is"
+                    f"config.json: {name}={value!r:.80} is not supported for this architecture; "
+                    "only an absent, null, false, zero or empty value is"
                 )
             unknown.append(name)
         if unknown:

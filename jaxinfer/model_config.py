@@ -106,12 +106,14 @@ class ModelConfig:
 def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     name = _architecture(raw)
     arch = ARCHITECTURES[name]
+    if arch.nested:
+        raw = _text_part(raw)
     reader = Reader(raw, arch.defaults)
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     kv_heads = reader.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"config.json: num_key_value_heads={kv_heads} must divide {heads} heads")
-    head_dim = reader.integer("head_dim", max(hidden // heads, 1))
+    head_dim = _head_dim(reader, hidden, heads)
     position = reader.integer("max_position_embeddings", 2048)
     num_layers = reader.integer("num_hidden_layers")
     windows, types = _windows(reader, arch, num_layers)
@@ -130,7 +132,7 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             LayerConfig(w, ropes[t] if on else None)
             for w, t, on in zip(windows, types, use_rope, strict=True)
         ),
-        max_length=_max_length(arch, ropes["full_attention"], position, reader),
+        max_length=_max_length(arch, ropes["full_attention"], position),
         norm=arch.norm,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         placement=arch.placement,
@@ -149,6 +151,13 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
+def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """text_config of a composite model; its dtype may stand outside."""
+    text = dict(raw.get("text_config") or {})
+    inner = text.pop("dtype", None) or text.pop("torch_dtype", None)
+    return text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
+
+
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or [
         name for name, arch in ARCHITECTURES.items() if arch.model_type == raw.get("model_type")
@@ -160,6 +169,15 @@ def _architecture(raw: Mapping[str, Any]) -> str:
         f"config.json: architectures={raw.get('architectures')!r}, model_type={raw.get('model_type')!r} "
         f"is not supported; supported are {', '.join(ARCHITECTURES)}"
     )
+
+
+def _head_dim(reader: Reader, hidden: int, heads: int) -> int:
+    if reader.get("head_dim") is None and hidden % heads:
+        raise ConfigError(
+            f"config.json: hidden_size={hidden} must be a multiple of num_attention_heads={heads} "
+            "where head_dim is not given"
+        )
+    return reader.integer("head_dim", hidden // heads)
 
 
 def _dtype(reader: Reader) -> str:
@@ -178,23 +196,25 @@ def _windows(reader: Reader, arch: Architecture, layers: int) -> tuple[list[int]
     "nope" need use_sliding_window and choose by max_window_layers or by missing rope.
     """
     how = arch.windows
-    if how == "none":
-        return [0] * layers, ["full_attention"] * layers
-    size = reader.get("sliding_window")
+    size = reader.get("sliding_window") if how != "none" else None
     if how in ("qwen", "nope") and not reader.flag("use_sliding_window"):
         size = None
     if size is not None:
         size = reader.integer("sliding_window")
-    types = None if how == "all" else reader.get("layer_types")
-    if types is None:
-        types = [
-            "sliding_attention" if s else "full_attention"
-            for s in _sliding(reader, how, layers, size is not None)
-        ]
-    bad = [t for t in types if t not in LAYER_TYPES]
-    if bad or len(types) != layers:
+    sliding = _sliding(reader, how, layers, size is not None)
+    usual = ["sliding_attention" if s else "full_attention" for s in sliding]
+    types = reader.get("layer_types") or usual
+    if len(types) != layers or any(t not in LAYER_TYPES for t in types):
         raise ConfigError(
-            f"config.json: layer_types={types!r:.200} must hold {layers} of {', '.join(LAYER_TYPES)}"
+            f"config.json: layer_types={types!r:.80} must hold {layers} of {', '.join(LAYER_TYPES)}"
+        )
+    if how in ("none", "all") and types != usual:
+        raise ConfigError(
+            f"config.json: layer_types={types!r:.80} must be all {usual[0]!r} for this architecture"
+        )
+    if size is None and "sliding_attention" in types:
+        raise ConfigError(
+            "config.json: layer_types has sliding_attention but no sliding_window is set"
         )
     return [size or 0 if t == "sliding_attention" else 0 for t in types], list(types)
 
@@ -210,7 +230,7 @@ def _sliding(reader: Reader, how: str, layers: int, given: bool) -> list[bool]:
         return [given and i >= first for i in range(layers)]
     if how == "nope":
         return [given and not rope for rope in _no_rope_layers(reader, layers)]
-    return [given] * layers
+    return [given] * layers  # "all", "types"; "none" is never given
 
 
 def _no_rope_layers(reader: Reader, layers: int) -> list[bool]:
@@ -236,13 +256,17 @@ def _ropes(
     """The rope of each layer type, from either spelling."""
     old, new = reader.get("rope_scaling"), reader.get("rope_parameters")
     name = "rope_scaling" if old else "rope_parameters"
-    given = dict(old or new or {})
+    given = {key: value for key, value in (old or new or {}).items() if value is not None}
     common = {"rope_theta": reader.number("rope_theta", 10000.0)}
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
         if reader.get(key) is not None:
             common[key] = reader.get(key)
     if arch.rope_by_type:
         dicts = _by_type(reader, arch, name, given, common)
+    elif any(kind in given for kind in LAYER_TYPES):
+        raise ConfigError(
+            f"config.json: {name}={given!r:.80} must not be nested by layer type for this architecture"
+        )
     else:
         dicts = dict.fromkeys(LAYER_TYPES, common | given)
     ropes = {}
@@ -287,7 +311,7 @@ def _phi3_rope(reader: Reader, values: dict[str, Any]) -> dict[str, Any]:
     return values | {"rope_type": kind, "original_max_position_embeddings": original}
 
 
-def _max_length(arch: Architecture, rope: RopeConfig, position: int, reader: Reader) -> int:
+def _max_length(arch: Architecture, rope: RopeConfig, position: int) -> int:
     """max_position_embeddings, times the factor of those scalings that leave it as it was.
 
     yarn says by original_max_position_embeddings whether the factor is already included; llama3 and
@@ -306,7 +330,8 @@ def _activation(reader: Reader, arch: Architecture) -> str:
     field = arch.activation_field
     value = reader.get(field) or "silu"
     if arch.norm == "C":  # early Gemma files say "gelu" (or carry the other field) and mean tanh
-        reader.get("hidden_act"), reader.get("hidden_activation")
+        for other in ("hidden_act", "hidden_activation"):
+            reader.get(other)
         value = "gelu_pytorch_tanh" if value == "gelu" else value
     if value not in _ACTIVATION_NAMES:
         raise ConfigError(
@@ -336,6 +361,13 @@ def _scales(reader: Reader, arch: Architecture, hidden: int, head_dim: int) -> d
         out["logits_scale"] = 1.0 / reader.number("logits_scaling", 1.0)
     if "llama_4_scaling_beta" in arch.fields:
         rope = reader.get("rope_parameters") or {}
-        length = rope.get("original_max_position_embeddings")
-        out["query_growth"] = (float(rope["llama_4_scaling_beta"]), int(length))
+        beta, length = (
+            rope.get(key) for key in ("llama_4_scaling_beta", "original_max_position_embeddings")
+        )
+        if not isinstance(beta, (int, float)) or not isinstance(length, int):
+            raise ConfigError(
+                f"config.json: rope_parameters.llama_4_scaling_beta={beta!r} and "
+                f"original_max_position_embeddings={length!r} must be numbers"
+            )
+        out["query_growth"] = (float(beta), length)
     return out

@@ -28,7 +28,7 @@ _KEYS = {
 }
 # Keys that a type may carry without using them: they describe, or belong to the model class.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "factor"}
-_COMMON_KEYS |= {"original_max_position_embeddings", "max_position_embeddings", *LAYER_TYPES}
+_COMMON_KEYS |= {"original_max_position_embeddings", "max_position_embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,7 @@ def rope_for(
             f"an even number in [2, {head_dim}] is needed"
         )
     rope = RopeConfig(kind, _number(name, "rope_theta", raw["rope_theta"]), dims)
-    return _SCALINGS[kind](name, raw, rope, max_position)
-
-
-def _default(name: str, raw: Mapping[str, Any], rope: RopeConfig, max_position: int) -> RopeConfig:
-    return rope
+    return rope if kind == "default" else _SCALINGS[kind](name, raw, rope, max_position)
 
 
 def _linear(name: str, raw: Mapping[str, Any], rope: RopeConfig, max_position: int) -> RopeConfig:
@@ -183,7 +179,6 @@ def _longrope(name: str, raw: Mapping[str, Any], rope: RopeConfig, max_position:
 
 
 _SCALINGS = {
-    "default": _default,
     "linear": _linear,
     "dynamic": _linear,
     "llama3": _llama3,

@@ -15,8 +15,8 @@ import numpy as np
 from jaxinfer.rope_config import RopeConfig
 
 
-def frequencies(rope: RopeConfig) -> np.ndarray:
-    """float64[dims / 2] radians a position for requests up to `rope.original` tokens."""
+def frequencies(rope: RopeConfig, *, extended: bool = False) -> np.ndarray:
+    """float64[dims / 2] radians a position; longrope's `extended` ones are for long requests."""
     index = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
     inv = rope.theta**-index
     if rope.type == "linear":
@@ -30,7 +30,7 @@ def frequencies(rope: RopeConfig) -> np.ndarray:
         ramp = np.clip((np.arange(rope.dims // 2) - low) / (high - low), 0.0, 1.0)
         return inv * ((1 - ramp) + ramp / rope.factor)
     if rope.type == "longrope":
-        return inv / np.asarray(rope.short)
+        return inv / np.asarray(rope.long if extended else rope.short)
     return inv
 
 
@@ -39,7 +39,6 @@ def rope_table(
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) f32[T, dims / 2] for positions i32[T] of requests with lengths i32[T]."""
     inv = jnp.asarray(frequencies(rope), jnp.float32)
-    beyond = (lengths > rope.original)[:, None]
     if rope.type == "dynamic":
         # theta grows by g^(dims / (dims - 2)), so frequency i shrinks by g^(-2i / (dims - 2)).
         ratio = jnp.maximum(lengths, rope.original).astype(jnp.float32) / rope.original
@@ -47,8 +46,8 @@ def rope_table(
         power = np.arange(0, rope.dims, 2) / max(rope.dims - 2, 1)
         inv = inv * jnp.exp(-jnp.log(growth)[:, None] * jnp.asarray(power, jnp.float32))
     elif rope.type == "longrope":
-        long = jnp.asarray(frequencies(rope) * rope.short / np.asarray(rope.long), jnp.float32)
-        inv = jnp.where(beyond, long, inv)
+        extended = jnp.asarray(frequencies(rope, extended=True), jnp.float32)
+        inv = jnp.where((lengths > rope.original)[:, None], extended, inv)
     angles = positions.astype(jnp.float32)[:, None] * inv
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 

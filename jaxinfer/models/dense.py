@@ -143,7 +143,7 @@ def forward(
     `tap` sees, and may replace, the named values: "embed", "layers.N.{attn_in,q,k,v,attn_out,mlp_out,
     out}" and "final_norm"; q and k come after rope, attn_out and mlp_out just before they are added.
     """
-    tap = tap or (lambda name, value: value)
+    tap = tap or _no_tap
     kind_of = {window: i for i, window in enumerate(_windows(config))}
     tables = {r: rope_table(r, batch.positions, batch.rope_length) for r in config.ropes}
     x = _scaled(params["embed"][batch.tokens], config.embed_scale)
@@ -178,6 +178,10 @@ def forward(
         x = layer_tap("out", x + out)
     x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm)
     return out_caches, tap("final_norm", x)
+
+
+def _no_tap(_name: str, value: jax.Array) -> jax.Array:
+    return value
 
 
 def _qkv(

@@ -46,6 +46,6 @@ _DENSE = Family(
 )
 
 
-def get_family(config: ModelConfig) -> Family:
+def get_family(_config: ModelConfig) -> Family:
     """The family of a model; every ModelConfig of today is a dense decoder."""
     return _DENSE

@@ -120,10 +120,9 @@ class Driver:
         for place, sequence in enumerate(owner):
             lengths[place] = sequence.rope_length if sequence else 0
         kinds = tuple(self._kind(spec, row_of, owner, positions) for spec in self.specs)
-        arrays = (tokens, positions, lengths, block_row, block_start)
-        batch = Batch(
-            *map(jnp.asarray, arrays), kinds, rows=self.rows, blocks=self.blocks, block=BLOCK
-        )
+        as_jax = [jnp.asarray(a) for a in (tokens, positions, lengths, block_row, block_start)]
+        shape = {"rows": self.rows, "blocks": self.blocks, "block": BLOCK}
+        batch = Batch(as_jax[0], as_jax[1], as_jax[2], as_jax[3], as_jax[4], kinds, **shape)
         return batch, places
 
     def _kind(
@@ -143,8 +142,9 @@ class Driver:
                 pages = [_page(sequence, p) for p in range(first, PAGES_PER_ROW)]
                 tables[i, : len(pages)] = pages
         write = [_page(s, p // PAGE) if s else 0 for s, p in zip(owner, positions, strict=True)]
-        arrays = (tables, base, np.asarray(write, np.int32), positions % PAGE)
-        return KindBatch(*map(jnp.asarray, arrays))
+        write = np.asarray(write, np.int32)
+        arrays = [jnp.asarray(a) for a in (tables, base, write, positions % PAGE)]
+        return KindBatch(*arrays)
 
 
 def _page(sequence: Sequence, page: int) -> int:

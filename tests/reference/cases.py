@@ -53,6 +53,10 @@ CASE_LENGTHS: dict[str, tuple[int, ...]] = {}
 
 def _add(case: str, architecture: str, lengths: tuple[int, ...] = LENGTHS, **fields: Any) -> None:
     fields = {"architectures": [architecture], "model_type": _TYPES[architecture]} | _SIZES | fields
+    if case.startswith("llama_") or case.endswith(
+        "_linear"
+    ):  # one option each: one layer is enough
+        fields["num_hidden_layers"] = 1
     CASES[case] = {k: v for k, v in fields.items() if v != "absent"}
     CASE_LENGTHS[case] = lengths
 
@@ -278,7 +282,7 @@ _add("seed_oss", "SeedOssForCausalLM", **_OLD, head_dim=16, attention_out_bias=T
 # A linear rope scaling must reach every architecture (those of Phi-3 are default and longrope).
 for _name, _type in _TYPES.items():
     if _type not in ("llama", "gemma3_text", "olmo3", "phi3", "ministral3"):
-        _extra = {"num_key_value_heads": 1} if _type == "gemma" else {}
+        _extra: dict[str, Any] = {"num_key_value_heads": 1} if _type == "gemma" else {}
         _scaling = {"type": "linear", "factor": 4.0}
         _add(f"{_type}_linear", _name, **_OLD, rope_scaling=_scaling, head_dim=8, **_extra)
 

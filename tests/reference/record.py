@@ -17,9 +17,12 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from cases import CASE_LENGTHS, CASES, prompt, tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (  # pyright: ignore[reportMissingImports]
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 
 HERE = Path(__file__).parent
 
@@ -44,11 +47,13 @@ def record(case: str) -> dict[str, np.ndarray]:
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     out["shapes"] = np.frombuffer(json.dumps(shapes).encode(), np.uint8)
     lengths = CASE_LENGTHS[case]
+    result = None
     for length in lengths:  # ascending: dynamic rope keeps the longest length that it has seen
         ids = torch.tensor([prompt(case, length)])
         with torch.no_grad():
             result = model(input_ids=ids, use_cache=False, output_hidden_states=True)
         out[f"last{length}"] = result.logits[0, -1].numpy()
+    assert result is not None, f"{case} has no lengths"
     out["logits"] = result.logits[0].numpy()
     out["hidden"] = torch.stack([h[0, -1] for h in result.hidden_states]).numpy()
     return out
