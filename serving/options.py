@@ -43,6 +43,29 @@ class Flag:
         return self.parse(self.spelling, typed) if self.parse else typed
 
 
+def whole(text: str | int) -> int:
+    """An integer that was typed; the error shows what was."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer") from None
+
+
+def number(text: str | float) -> float:
+    """A number that was typed; the error shows what was."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+# The command line's own message does not show the value.
+READERS: dict[Any, dict[str, Any]] = {
+    int: {"parser": whole, "metavar": "INTEGER"},
+    float: {"parser": number, "metavar": "NUMBER"},
+}
+
+
 def parse_ids(name: str, text: str) -> list[int]:
     """Token ids from "1,2,3"; InvalidRequest names the flag and the part that is no integer."""
     out = []
@@ -169,6 +192,7 @@ def _parameter(group: str, flag: Flag) -> inspect.Parameter:
         help=flag.help,
         rich_help_panel=f"{group.capitalize()} options",
         show_default=False,
+        **READERS.get(flag.kind, {}),
     )
     return inspect.Parameter(
         f"{group}_{flag.field}",

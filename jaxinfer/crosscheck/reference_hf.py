@@ -56,7 +56,7 @@ def load(torch: Any, transformers: Any, request: dict[str, Any]) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, local_files_only=True, **options
     )
-    return model.eval().float()
+    return model.eval()
 
 
 def score(torch: Any, model: Any, ids: list[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import typer
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.types import SamplingParams
 from serving.commands.generate import AsJson, Model
-from serving.options import ENGINE, with_options
+from serving.options import ENGINE, READERS, with_options
 from serving.present import print_json
 
 if TYPE_CHECKING:
@@ -49,11 +49,16 @@ def offline(
     model: Model,
     engine: dict[str, Any],
     batch_size: Annotated[
-        list[int] | None, typer.Option(help="requests at once; repeatable  [default: 1 8 32]")
+        list[int] | None,
+        typer.Option(help="requests at once; repeatable  [default: 1 8 32]", **READERS[int]),
     ] = None,
-    prompt_len: Annotated[int, typer.Option(help="tokens of a prompt")] = 128,
-    gen_len: Annotated[int, typer.Option(help="tokens to generate, at least 2")] = 32,
-    repeats: Annotated[int, typer.Option(help="measured runs of each batch size")] = 3,
+    prompt_len: Annotated[int, typer.Option(help="tokens of a prompt", **READERS[int])] = 128,
+    gen_len: Annotated[
+        int, typer.Option(help="tokens to generate, at least 2", **READERS[int])
+    ] = 32,
+    repeats: Annotated[
+        int, typer.Option(help="measured runs of each batch size", **READERS[int])
+    ] = 3,
     as_json: AsJson = False,
 ) -> int:
     """Measure prefill, decode and time to first token. Exit code 1 if the tokens are not right."""

@@ -13,7 +13,7 @@ import typer
 
 from jaxinfer.errors import InvalidRequest
 from serving.commands.generate import AsJson, Model
-from serving.options import ENGINE, with_options
+from serving.options import ENGINE, READERS, with_options
 from serving.present import print_json
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def crosscheck(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON list of prompts  [default: 20 varied ones]")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="greedy tokens for each prompt")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(help="greedy tokens for each prompt", **READERS[int])
+    ] = 64,
     as_json: AsJson = False,
 ) -> int:
     """Compare with the PyTorch reference, layer by layer. Exit code 0 only if they agree."""
