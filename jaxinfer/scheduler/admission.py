@@ -37,6 +37,8 @@ class Admission:
         self.waiting = WaitingQueue(config.policy, pages.cached_length)
         self.groups = Groups()
         self.queries = self.hits = 0
+        # Who did not fit last, and the spare pages then: no new walk of the tree before there are more.
+        self._refused: tuple[Sequence, list[int]] | None = None
 
     def admit(self, budget: Budget, chunks: list[Chunk]) -> list[Sequence]:
         """Start waiting sequences in order until one does not fit; their chunks go to `chunks`."""
@@ -67,16 +69,28 @@ class Admission:
         for kind, pages in enumerate(missing):
             reserve[kind] += pages
 
+    def _spare(self, reserve: list[int]) -> list[int]:
+        """Pages of each kind that a new sequence may count on."""
+        return [have - kept for have, kept in zip(self._pages.available(), reserve, strict=True)]
+
+    def _still_refused(self, sequence: Sequence, spare: list[int]) -> bool:
+        if self._refused is None or self._refused[0] is not sequence:
+            return False
+        return all(now <= then for now, then in zip(spare, self._refused[1], strict=True))
+
     def _start(
         self, sequence: Sequence, budget: Budget, reserve: list[int], may_be_cut: bool
     ) -> int:
         """Admit one sequence; the length of its first chunk, or 0 (and no change) if it must wait."""
         pages = self._pages
+        alone, spare = not len(self._running), self._spare(reserve)
+        if not alone and self._still_refused(sequence, spare):
+            return 0
         sequence.held = pages.lookup(sequence)  # locked first: what it hits is no longer evictable
         hit = sequence.scheduled = sequence.held.depth * pages.size
         need = pages.missing(sequence.held, len(sequence.tokens) + 1)
-        room = zip(pages.available(), need, reserve, strict=True)
-        fits = not len(self._running) or all(have >= n + kept for have, n, kept in room)
+        fits = alone or all(n <= m for n, m in zip(need, self._spare(reserve), strict=True))
+        self._refused = None if fits else (sequence, spare)
         whole = sequence.covers(budget.chunk(len(sequence.tokens) - hit))
         length = claim_chunk(sequence, budget, pages) if fits and (whole or may_be_cut) else 0
         if not length:

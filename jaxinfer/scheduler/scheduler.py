@@ -113,6 +113,10 @@ class Scheduler:
         self._next_deadline = min(self._deadlines.values(), default=float("inf"))
         return [Update(s, None, None, FinishReason.ABORT) for s in ended if s is not None]
 
+    def sequences(self) -> list[Sequence]:
+        """All that have not ended, in the order of their arrival."""
+        return list(self._sequences.values())
+
     def has_work(self) -> bool:
         return bool(self._sequences or self._ready)
 
@@ -132,7 +136,8 @@ class Scheduler:
         before = self._preemptions
         chunks = self._claim_prefills(budget)
         fresh: list[Sequence] = []
-        if not stalled and self._preemptions == before and len(self._waiting):
+        calm = not stalled and self._preemptions == before
+        if calm and len(self._waiting) and self._rows.free:
             fresh = self._admission.admit(budget, chunks)
         members, decode = self._build_decode(stalled)
         arrays = PrefillArrays(self._rows, self._pages.tree, self._ladder.block)

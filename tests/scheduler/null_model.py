@@ -227,6 +227,7 @@ class Runner:
         num_pages: tuple[int, ...] = (200,),
         max_model_len: int = 512,
         check: bool = True,
+        depth: int = 1,
         **config,
     ) -> None:
         config = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
@@ -235,6 +236,7 @@ class Runner:
         self.model = NullModel(self.scheduler, self.config, specs)
         self.inflight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.check = check
+        self.depth = depth if self.config.overlap else 0  # steps left in flight after a round
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -269,7 +271,7 @@ class Runner:
 
     def round(self) -> None:
         launched = self.launch()
-        depth = 1 if self.config.overlap and launched else 0
+        depth = self.depth if launched else 0
         assert launched or self.inflight or not self.scheduler.has_work(), "nothing can proceed"
         while len(self.inflight) > depth:
             self.collect()

@@ -103,6 +103,19 @@ def test_scarce_pages(kinds, cache, overlap):
     assert preemptions >= 20
 
 
+@pytest.mark.parametrize("depth", [2, 5])
+def test_many_steps_in_flight(depth):
+    """A preempted sequence is not admitted again before the last of its steps in flight is committed."""
+    runner = Runner((FULL, window(5)), (24, 24), 80, depth=depth, enable_prefix_caching=False)
+    requests = [request(f"r{i}", [i, 5, 6], 60, seed=i) for i in range(8)]
+    for req in requests:
+        runner.add(req)
+    runner.drain()
+    for req in requests:
+        runner.expect(req)
+    assert runner.scheduler.stats().preemptions >= 5
+
+
 @pytest.mark.parametrize("pages", range(12, 41, 4))
 def test_preemption_in_pools_of_every_size(pages):
     """R-SCH-03, with a limit that the smallest pools just hold."""

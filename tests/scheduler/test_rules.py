@@ -274,30 +274,35 @@ def test_a_surplus_row_after_a_stop_is_dropped():
     assert runner.streamed["r"] == plain.outputs["r"][:3]
 
 
-def test_prompt_scores_cover_each_position_once():
-    runner = Runner((FULL,), (60,), 256, max_num_batched_tokens=20, max_num_seqs=4)
+@pytest.mark.parametrize("pages", [60, 30])
+def test_prompt_scores_cover_each_position_once(pages):
+    """Also when a preemption makes the prompt be computed again, which the small pool does."""
+    runner = Runner((FULL,), (pages,), 110, max_num_batched_tokens=20, max_num_seqs=4)
     prompt = list(range(70))
-    runner.add(request("other", [1] * 30, 5))
-    sequence = runner.add(request("r", prompt, 2, prompt_logprobs=2))
+    runner.add(request("other", [1] * 30, 70))
+    sequence = runner.add(request("r", prompt, 20, prompt_logprobs=2))
     seen: list[int] = []
     while runner.scheduler.has_work():
-        plan = runner.scheduler.plan()
-        if plan is None:
+        if not runner.launch() or len(runner.inflight) > 1:
+            seen += _scored(runner.inflight[0][0], prompt)
             runner.collect()
-            continue
-        assert isinstance(plan, StepPlan)
-        runner.inflight.append((plan, runner.model.run(plan)))
-        padded = [0] * (plan.shape.blocks * plan.shape.block)
-        cursor = 0
-        for index, (_, _, count) in enumerate(plan.blocks.tolist()):
-            begin = index * plan.shape.block
-            padded[begin : begin + count] = plan.targets[cursor : cursor + count].tolist()
-            cursor += count
-        for owner, first, index, count in plan.scored:
-            assert owner is sequence
-            assert padded[index : index + count] == prompt[first + 1 : first + 1 + count]
-            seen += range(first + 1, first + 1 + count)
     assert seen == list(range(1, 70))
+    assert sequence.preempted == (pages == 30)
+
+
+def _scored(plan: StepPlan, prompt: list[int]) -> list[int]:
+    """Prompt positions that a plan scores, found by the targets in the padded prefill region."""
+    padded = [0] * (plan.shape.blocks * plan.shape.block)
+    cursor = 0
+    for index, (_, _, count) in enumerate(plan.blocks.tolist()):
+        begin = index * plan.shape.block
+        padded[begin : begin + count] = plan.targets[cursor : cursor + count].tolist()
+        cursor += count
+    seen: list[int] = []
+    for _, first, index, count in plan.scored:
+        assert padded[index : index + count] == prompt[first + 1 : first + 1 + count]
+        seen += range(first + 1, first + 1 + count)
+    return seen
 
 
 def test_metrics_are_stamped_in_order():
