@@ -1,0 +1,165 @@
+"""`jaxinfer crosscheck` end to end: agreement, faults put into the weights, and what cannot be run.
+
+The reference is a recording of transformers (record.py); one test runs it live.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxinfer.crosscheck import exchange
+from serving.cli import main
+from tests.crosscheck.conftest import replay
+from tests.crosscheck.record import LAYERS, MAX_TOKENS
+
+ENGINE = ["--max-num-batched-tokens", "32", "--max-num-seqs", "2", "--page-size", "16"]
+
+
+@pytest.fixture(autouse=True)
+def recorded_reference(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "torch" not in request.keywords:
+        monkeypatch.setattr(exchange, "run_reference", lambda python, *rest: replay(*rest))
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], model: Path, prompts: Path, *more: str
+) -> tuple[int, dict[str, Any]]:
+    arguments = ["crosscheck", "--model", str(model), "--prompts", str(prompts), "--json", *ENGINE]
+    if "--reference-python" not in more:
+        arguments += ["--reference-python", sys.executable]  # any file: the recording stands in
+    code = main([*arguments, *more])
+    return code, json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def faulty(source: Path, target: Path, tensor: str) -> Path:
+    """A copy of a checkpoint with one column (of a matrix) or element of one tensor changed."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    value = tensors[tensor].copy()
+    value[..., value.shape[-1] // 2] += 0.5
+    save_file(tensors | {tensor: value}, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_agrees(capsys: pytest.CaptureFixture[str], healthy: Path, prompt_file: Path) -> None:
+    code, report = run(capsys, healthy, prompt_file, "--max-tokens", str(MAX_TOKENS))
+    assert code == 0
+    assert report["agree"] and not report["failures"]
+    assert report["max_dlogprob"] < 2e-3 and report["max_dlogprob_served"] < 2e-3
+    assert report["top1_agreement"] == 1.0
+    assert report["first_diverging_layer"] is None and report["hint"] is None
+    names = ["embed", *(f"layers.{i}.out" for i in range(LAYERS)), "final_norm"]
+    assert [layer["name"] for layer in report["layers"]] == names
+    assert report["greedy"] == {
+        "identical": 3, "near_ties": 0, "different": 0, "shortest_agreement": MAX_TOKENS,
+    }  # fmt: skip
+    assert [p["prompt_tokens"] for p in report["prompts"]] == [1, 17, 40]
+    assert report["thresholds"]["dlogprob"] == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layer"),
+    [
+        ("model.embed_tokens.weight", "embed"),
+        ("model.layers.0.self_attn.v_proj.weight", "layers.0.out"),
+        ("model.layers.2.mlp.down_proj.weight", "layers.2.out"),
+        (f"model.layers.{LAYERS - 1}.input_layernorm.weight", f"layers.{LAYERS - 1}.out"),
+        ("model.norm.weight", "final_norm"),
+    ],
+)
+def test_a_fault_is_found_in_its_layer(
+    capsys: pytest.CaptureFixture[str],
+    healthy: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    tensor: str,
+    layer: str,
+) -> None:
+    model = faulty(healthy, tmp_path / "faulty", tensor)
+    code, report = run(capsys, model, prompt_file, "--max-tokens", "1")
+    assert code == 1
+    assert not report["agree"] and any("dlogprob" in f for f in report["failures"])
+    assert report["first_diverging_layer"] == layer
+    assert report["hint"] is not None
+
+
+def test_a_table_for_people(
+    capsys: pytest.CaptureFixture[str], healthy: Path, prompt_file: Path
+) -> None:
+    arguments = ["crosscheck", "--model", str(healthy), "--prompts", str(prompt_file), *ENGINE]
+    arguments += ["--reference-python", sys.executable, "--max-tokens", "1"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "layers.2.out" in out and "17 ids" in out and "agree" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "fragments"),
+    [
+        (
+            ["--reference-python", "not/there"],
+            ["reference_python", "not/there", "pip install torch"],
+        ),
+        (["--max-tokens", "0"], ["max_tokens", "0"]),
+        (["--prompts", "not/there.json"], ["prompts", "not/there.json"]),
+        (["--max-tokens", "600"], ["max_tokens=600"]),
+        (["--model", "not/there"], ["not/there"]),
+    ],
+)
+def test_what_cannot_run(
+    capsys: pytest.CaptureFixture[str],
+    healthy: Path,
+    prompt_file: Path,
+    more: list[str],
+    fragments: list[str],
+) -> None:
+    code, answer = run(capsys, healthy, prompt_file, *more)
+    assert code == 2
+    for fragment in fragments:
+        assert fragment in answer["error"]["message"]
+
+
+def test_no_interpreter_tells_how_to_make_one(
+    capsys: pytest.CaptureFixture[str],
+    healthy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["crosscheck", "--model", str(healthy)]) == 2
+    error = capsys.readouterr().err
+    assert ".venv-ref/bin/python" in error and "pip install torch transformers" in error
+
+
+def test_an_interpreter_without_torch_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The real runner with the project's own interpreter, which has no torch."""
+    request = tmp_path / "request.json"
+    request.write_text("{}")
+    done = subprocess.run(
+        [sys.executable, str(exchange.SCRIPT), str(request), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert "torch" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.torch
+def test_live(
+    capsys: pytest.CaptureFixture[str], healthy: Path, prompt_file: Path, reference_python: Path
+) -> None:
+    more = ("--reference-python", str(reference_python), "--max-tokens", "8")
+    code, report = run(capsys, healthy, prompt_file, *more)
+    assert code == 0, report["failures"]
+    assert report["reference"]["model_class"] == "LlamaForCausalLM"
