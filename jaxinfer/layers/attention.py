@@ -6,11 +6,15 @@ just written. The maths is pallas_kernels'; this file only cuts the step into it
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
 from jaxinfer.layers.batch import Batch, KindBatch
+from jaxinfer.layers.linear import full_precision
 
 Cache = dict[str, jax.Array]
 
@@ -34,21 +38,32 @@ def attend(
     k_pool, v_pool = pallas_kernels.kv_write(
         cache["k"], cache["v"], k, v, kind.write_page, kind.write_offset
     )
+    read = partial(_read, q, k_pool, v_pool, scale=scale, window=window, softcap=softcap)
     rows, regions = batch.rows, []
-    options = {"scale": scale, "window": window, "softcap": softcap}
     if rows:
         tables, base = kind.tables[:rows], kind.base[:rows]
-        start = batch.positions[:rows]
-        out = pallas_kernels.paged_attention(
-            q[:rows, None], k_pool, v_pool, tables, base, start, **options
-        )
-        regions.append(out[:, 0])
+        regions.append(read(slice(rows), 1, tables, base, batch.positions[:rows]))
     if batch.blocks:
-        blocks = q[rows:].reshape(batch.blocks, batch.block, *q.shape[1:])
         tables, base = kind.tables[batch.block_row], kind.base[batch.block_row]
-        out = pallas_kernels.paged_attention(
-            blocks, k_pool, v_pool, tables, base, batch.block_start, **options
-        )
-        regions.append(out.reshape(-1, *q.shape[1:]))
+        regions.append(read(slice(rows, None), batch.block, tables, base, batch.block_start))
     out = regions[0] if len(regions) == 1 else jnp.concatenate(regions)
     return {"k": k_pool, "v": v_pool}, out
+
+
+def _read(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    tokens: slice,
+    block: int,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    **options: Any,
+) -> jax.Array:
+    """Attention of the region `tokens`, whose queries come in blocks of `block`."""
+    q = q[tokens]
+    blocks = q.reshape(-1, block, *q.shape[1:])
+    with full_precision(q.dtype):
+        out = pallas_kernels.paged_attention(blocks, k_pool, v_pool, tables, base, start, **options)
+    return out.reshape(q.shape)

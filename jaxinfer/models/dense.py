@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,13 +21,11 @@ from jaxinfer.layers.linear import linear, unembed
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_table
-from jaxinfer.model_config import LayerConfig, ModelConfig
+from jaxinfer.model_config import ModelConfig
 from jaxinfer.params import ParamSpec, WeightRule
-from jaxinfer.rope_config import RopeConfig
 
 Params = dict[str, Any]
 Tap = Callable[[str, jax.Array], jax.Array]
-RopeTables = dict[RopeConfig, tuple[jax.Array, jax.Array]]
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> tuple[CacheSpec, ...]:
@@ -144,26 +143,24 @@ def forward(
     out}" and "final_norm"; q and k come after rope, attn_out and mlp_out just before they are added.
     """
     tap = tap or _no_tap
-    kind_of = {window: i for i, window in enumerate(_windows(config))}
+    kind_of = {window: batch.kinds[i] for i, window in enumerate(_windows(config))}
     tables = {r: rope_table(r, batch.positions, batch.rope_length) for r in config.ropes}
-    x = _scaled(params["embed"][batch.tokens], config.embed_scale)
-    x = tap("embed", x)
+    x = tap("embed", _scaled(params["embed"][batch.tokens], config.embed_scale))
     out_caches = []
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        name = f"layers.{i}."
-
-        def layer_tap(what: str, value: jax.Array, name: str = name) -> jax.Array:
-            return tap(name + what, value)
-
-        q, k, v = _qkv(
-            weights, config, layer, tables, batch, _norm(x, weights, "attn_norm", config), layer_tap
-        )
+        layer_tap = partial(_prefixed, tap, f"layers.{i}.")
+        h = layer_tap("attn_in", _norm(x, weights, "attn_norm", config))
+        q, k, v = _qkv(h, weights, config)
+        if layer.rope is not None:
+            q, k = (apply_rope(y, *tables[layer.rope]) for y in (q, k))
+        q = _grown(q, config, batch)
+        q, k, v = layer_tap("q", q), layer_tap("k", k), layer_tap("v", v)
         cache, out = attend(
             q,
             k,
             v,
             caches[i],
-            batch.kinds[kind_of[layer.window]],
+            kind_of[layer.window],
             batch,
             scale=config.scale,
             window=layer.window,
@@ -171,11 +168,10 @@ def forward(
         )
         out_caches.append(cache)
         out = linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
-        out = layer_tap("attn_out", _branch(out, weights, "attn_post_norm", config))
-        x = x + out
+        x = x + layer_tap("attn_out", _branch(out, weights, "attn_post_norm", config))
         out = gated_mlp(_norm(x, weights, "mlp_norm", config), weights, config.activation)
-        out = layer_tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
-        x = layer_tap("out", x + out)
+        x = x + layer_tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
+        x = layer_tap("out", x)
     x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm)
     return out_caches, tap("final_norm", x)
 
@@ -184,33 +180,30 @@ def _no_tap(_name: str, value: jax.Array) -> jax.Array:
     return value
 
 
-def _qkv(
-    weights: Params,
-    c: ModelConfig,
-    layer: LayerConfig,
-    tables: RopeTables,
-    batch: Batch,
-    x: jax.Array,
-    tap: Tap,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q[T, H, head_dim] and k, v[T, kv_heads, head_dim] of one layer, normed and turned."""
-    x = tap("attn_in", x)
+def _prefixed(tap: Tap, prefix: str, name: str, value: jax.Array) -> jax.Array:
+    return tap(prefix + name, value)
+
+
+def _qkv(x: jax.Array, weights: Params, c: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q[T, H, head_dim] and k, v[T, kv_heads, head_dim] of one layer, normed but not yet turned."""
     heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = linear(x, weights["qkv"], weights.get("qkv_bias"))
     q, k, v = jnp.split(qkv, [heads, heads + kv], axis=-1)
     if c.qk_norm == "full":
-        q, k = (_norm(y, weights, n, c) for y, n in ((q, "q_norm"), (k, "k_norm")))
+        q, k = _norm(q, weights, "q_norm", c), _norm(k, weights, "k_norm", c)
     q, k, v = (y.reshape(len(x), -1, c.head_dim) for y in (q, k, v))
     if c.qk_norm == "head":
-        q, k = (_norm(y, weights, n, c) for y, n in ((q, "q_norm"), (k, "k_norm")))
-    if layer.rope is not None:
-        cos, sin = tables[layer.rope]
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = _norm(q, weights, "q_norm", c), _norm(k, weights, "k_norm", c)
+    return q, k, v
+
+
+def _grown(q: jax.Array, c: ModelConfig, batch: Batch) -> jax.Array:
+    """q[T, H, head_dim] scaled by position, where the model does so (query_growth)."""
     beta, length = c.query_growth
-    if beta:
-        grown = 1.0 + beta * jnp.log1p(jnp.floor(batch.positions / length))
-        q = q * grown[:, None, None].astype(q.dtype)
-    return tap("q", q), tap("k", k), tap("v", v)
+    if not beta:
+        return q
+    growth = 1.0 + beta * jnp.log1p(jnp.floor(batch.positions / length))
+    return q * growth[:, None, None].astype(q.dtype)
 
 
 def _norm(x: jax.Array, weights: Params, name: str, c: ModelConfig) -> jax.Array:

@@ -77,11 +77,11 @@ class Driver:
             for _ in range(config.num_layers)
         ]
         self.taps: dict[str, np.ndarray] = {}
-        self._run = jax.jit(partial(_run, config), donate_argnums=1)
+        self._run = jax.jit(partial(run, config), donate_argnums=1)
 
     def step(self, decode: list[Sequence], prefill: list[tuple[Sequence, int]]) -> None:
         """Feed one token of each decode sequence and `n` tokens of each (sequence, n)."""
-        batch, places = self._batch(decode, prefill)
+        batch, places = self.batch(decode, prefill)
         self.caches, logits, taps = self._run(self.params, self.caches, batch)
         self.taps = {name: np.asarray(value) for name, value in taps.items()}
         logits = np.asarray(logits)
@@ -89,7 +89,7 @@ class Driver:
             sequence.logits.extend(logits[token_places])
             sequence.done += len(token_places)
 
-    def _batch(
+    def batch(
         self, decode: list[Sequence], prefill: list[tuple[Sequence, int]]
     ) -> tuple[Batch, list[tuple[Sequence, list[int]]]]:
         assert len(decode) <= self.rows
@@ -152,7 +152,7 @@ def _page(sequence: Sequence, page: int) -> int:
     return 1 + sequence.index * PAGES_PER_ROW + (PAGES_PER_ROW - 1 - page)
 
 
-def _run(
+def run(
     config: ModelConfig, params: dict[str, Any], caches: list[Any], batch: Batch
 ) -> tuple[list[Any], jax.Array, dict[str, jax.Array]]:
     family, seen = get_family(config), {}
