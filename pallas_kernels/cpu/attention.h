@@ -30,7 +30,9 @@ INLINE vf exp(vf x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   vi bits = (__builtin_convertvector(safe, vi) + 127) << 23;
-  vf out = p * reinterpret_cast<vf&>(bits);
+  vf power;
+  std::memcpy(&power, &bits, sizeof(vf));
+  vf out = p * power;
   return x < -87.0f ? vf{} : out;  // a NaN stays one
 }
 INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }

@@ -1,7 +1,6 @@
-// x[M, K] @ w, with w as stored: [K, N], or [N, K] when `transposed`.
+// x[M, K] @ w[K, N], with w read where it is stored, once from memory.
 // Every output element is one chain of fused multiply-adds over k = 0, 1, ..., K - 1, whatever M is and
 // whichever tile holds it: a row's result is bitwise the same alone, batched or chunked.
-// Weights are read once from memory and never repacked beyond a panel that stays in cache.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +11,7 @@
 constexpr int kSums = kTileM * kTileV;  // registers that hold sums
 constexpr int64_t kBlockK = 128;        // depth of a packed panel
 constexpr int kStreamed = 3;            // up to so many rows of x, weights are read in storage order
-constexpr int64_t kTasks = 2;           // parts of the columns: two a core, so that cores may be uneven
+constexpr int64_t kTaskWork = 1 << 18;  // least weights of a task
 
 // Vectors that a tile of `rows` rows is wide.
 constexpr int width_for(int rows) { return rows <= kStreamed ? kTileV : kSums / rows; }
@@ -94,7 +93,6 @@ struct Matmul {
   const float* w;
   float* out;
   int64_t m, k, n;
-  bool transposed;
 
   // Rows a tile: as few tiles as registers allow, of even height.
   int64_t height() const {
@@ -151,68 +149,34 @@ struct Matmul {
     return stop;
   }
 
-  // Columns [j, end) through packed panels: transposed weights, and the columns that fill no vector.
-  template <int MR, int NV>
-  void packed(int64_t j, int64_t end) const {
-    constexpr int64_t wide = NV * kLanes;
-    float* buffer = scratch(kBlockK * wide + m * wide);
-    float* edge = buffer + kBlockK * wide;
-    for (; j < end; j += wide) {
-      int64_t width = std::min(wide, end - j);
-      float* c = width == wide ? out + j : edge;
-      int64_t ldc = width == wide ? n : wide;
-      for (int64_t k0 = 0; k0 < k; k0 += kBlockK) {
-        int64_t depth = std::min(kBlockK, k - k0);
-        pack(buffer, wide, k0, depth, j, width);
-        panel<MR, NV>(buffer, wide, k0, depth, c, ldc, nullptr);
-      }
-      if (c == edge)
-        for (int64_t i = 0; i < m; ++i)
-          std::memcpy(out + i * n + j, edge + i * wide, width * sizeof(float));
+  // The columns [j, end) that fill no vector: weights are packed into blocks padded with zeros.
+  template <int MR>
+  void ragged(int64_t j, int64_t end) const {
+    if (j >= end) return;
+    int64_t width = end - j;
+    float *block = scratch((kBlockK + m) * kLanes), *c = block + kBlockK * kLanes;
+    for (int64_t k0 = 0; k0 < k; k0 += kBlockK) {
+      int64_t depth = std::min(kBlockK, k - k0);
+      std::fill(block, block + depth * kLanes, 0.0f);
+      for (int64_t i = 0; i < depth; ++i)
+        std::memcpy(block + i * kLanes, w + (k0 + i) * n + j, width * sizeof(float));
+      panel<MR, 1>(block, kLanes, k0, depth, c, kLanes, nullptr);
     }
-  }
-
-  // to[depth, wide] = the weights of rows k0.. and columns j.., zero from column `width` on.
-  void pack(float* to, int64_t wide, int64_t k0, int64_t depth, int64_t j, int64_t width) const {
-    int64_t i = 0;
-    if (transposed && width == wide) {
-      for (; i + kLanes <= depth; i += kLanes) {
-        for (int64_t l = 0; l < wide; l += kLanes) {
-          vf r[kLanes];
-#pragma GCC unroll 16
-          for (int64_t s = 0; s < kLanes; ++s) {
-            const float* p = w + (j + l + s) * k + k0 + i;
-            r[s] = load(p);
-            __builtin_prefetch(p + kBlockK, 0, 2);
-          }
-          transpose(r);
-#pragma GCC unroll 16
-          for (int64_t s = 0; s < kLanes; ++s) store(to + (i + s) * wide + l, r[s]);
-        }
-      }
-    }
-    for (; i < depth; ++i)
-      for (int64_t l = 0; l < wide; ++l) {
-        int64_t at = transposed ? (j + l) * k + k0 + i : (k0 + i) * n + j + l;
-        to[i * wide + l] = l < width ? w[at] : 0.0f;
-      }
+    for (int64_t i = 0; i < m; ++i)
+      std::memcpy(out + i * n + j, c + i * kLanes, width * sizeof(float));
   }
 
   template <int MR>
   void columns(int64_t j, int64_t end) const {
-    if (!transposed) {
-      if constexpr (MR <= kStreamed) {
-        if constexpr (MR == 3) j = streamed<MR, 16, 2>(j, end);
-        j = streamed<MR, (MR == 1 ? 8 : 16), 1>(j, end);
-      } else {
-        j = direct<MR, width_for(MR)>(j, end);
-        if constexpr (width_for(MR) > kTileV) j = direct<MR, kTileV>(j, end);
-        j = direct<MR, 1>(j, end);
-      }
-      packed<MR, 1>(j, end);
+    if constexpr (MR <= kStreamed) {
+      if constexpr (MR == 3) j = streamed<MR, 16, 2>(j, end);
+      j = streamed<MR, (MR == 1 ? 8 : 16), 1>(j, end);
     } else {
-      packed<MR, kTileV>(j, end);
+      j = direct<MR, width_for(MR)>(j, end);
+      if constexpr (width_for(MR) > kTileV) j = direct<MR, kTileV>(j, end);
+      j = direct<MR, 1>(j, end);
     }
+    ragged<MR>(j, end);
   }
 
   template <int... I>
@@ -222,10 +186,10 @@ struct Matmul {
   }
 
   void run(ffi::ThreadPool& pool) const {
-    int64_t grain = kLanes * (transposed ? kTileV : 1), parts = (n + grain - 1) / grain;
-    int64_t tasks = std::min<int64_t>(parts, kTasks);
+    int64_t vectors = (n + kLanes - 1) / kLanes;
+    int64_t tasks = std::min(vectors, tasks_for(pool, k * n, kTaskWork));
     parallel(pool, tasks, [&](int64_t t) {
-      columns(parts * t / tasks * grain, std::min(n, parts * (t + 1) / tasks * grain),
+      columns(vectors * t / tasks * kLanes, std::min(n, vectors * (t + 1) / tasks * kLanes),
               MakeSeq<kTileM>::type{});
     });
   }

@@ -1,5 +1,6 @@
 // The FFI entry points of the native CPU kernels. Python has checked the shapes (pallas_kernels/ops.py).
 #include "attention.h"
+#include "dots.h"
 
 using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
@@ -7,8 +8,11 @@ using Out = ffi::ResultBuffer<ffi::F32>;
 
 static ffi::Error matmul(ffi::ThreadPool pool, F32 x, F32 w, Out out, bool transposed) {
   auto xd = x.dimensions(), od = out->dimensions();
-  Matmul{x.typed_data(), w.typed_data(), out->typed_data(), xd[0], xd[1], od[1], transposed}.run(
-      pool);
+  if (transposed) {
+    Dots{x.typed_data(), w.typed_data(), out->typed_data(), xd[0], xd[1], od[1]}.run(pool);
+  } else {
+    Matmul{x.typed_data(), w.typed_data(), out->typed_data(), xd[0], xd[1], od[1]}.run(pool);
+  }
   return ffi::Error::Success();
 }
 

@@ -3,6 +3,7 @@
 // only for tasks that a helper has begun, never for a helper that has not woken up yet.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -49,4 +50,11 @@ void parallel(ffi::ThreadPool& pool, int64_t tasks, const F& run) {
     if (spin > 1000) std::this_thread::yield();
   }
   job->leave();
+}
+
+// How many tasks to cut `work` into: a multiple of the threads, so that even cores stay even, up to four
+// each, so that uneven ones do too, but none smaller than `least`.
+inline int64_t tasks_for(ffi::ThreadPool& pool, int64_t work, int64_t least) {
+  int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  return threads * std::clamp<int64_t>(work / (threads * least), 1, 4);
 }

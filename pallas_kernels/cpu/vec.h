@@ -9,15 +9,19 @@
 #if defined(__AVX512F__)
 #define VEC_BYTES 64
 constexpr int kTileM = 8, kTileV = 3;  // 24 of 32 registers hold sums
+constexpr int kDots = 16;              // the same for sums along a vector; a multiple of lanes
 #elif defined(__AVX__)
 #define VEC_BYTES 32
 constexpr int kTileM = 6, kTileV = 2;  // 12 of 16
+constexpr int kDots = 8;
 #elif defined(__aarch64__)
 #define VEC_BYTES 16
 constexpr int kTileM = 6, kTileV = 4;  // 24 of 32
+constexpr int kDots = 16;
 #else
 #define VEC_BYTES 16
 constexpr int kTileM = 4, kTileV = 2;
+constexpr int kDots = 8;
 #endif
 
 typedef float vf __attribute__((vector_size(VEC_BYTES)));
@@ -66,6 +70,16 @@ INLINE void transpose(vf r[kLanes]) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kLanes; ++i) r[i] = t[i];
   }
+}
+
+// out[i] is the sum of r[i]; every sum is the same tree, wherever its vector stands.
+INLINE vf sums(vf r[kLanes]) {
+#pragma GCC unroll 4
+  for (int64_t half = kLanes / 2; half; half /= 2)
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < half; ++i)
+      r[i] = zip_low(r[i], r[i + half], Lanes{}) + zip_high(r[i], r[i + half], Lanes{});
+  return r[0];
 }
 
 // Scratch that a thread keeps between calls, `floats` long and aligned to a vector.
