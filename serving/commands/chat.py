@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine import Engine
     from jaxinfer.text.chat import ChatTemplate
 
-DEFAULT_MAX_TOKENS = 512
+DEFAULT_MAX_TOKENS = 512  # or what is left of the context, if that is less
 # One answer, as text: these have no meaning here.
 _NOT_HERE = {"n", "best_of", "logprobs", "prompt_logprobs", "detokenize"}
 CHAT_SAMPLING = tuple(flag for flag in SAMPLING if flag.field not in _NOT_HERE)
@@ -56,7 +56,7 @@ def chat(
                 f"model={model!r} has no chat template; give one with --chat-template"
             )
         params = default_sampling_params(loaded.generation_config)
-        params = replace(params, **({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))
+        params = replace(params, **({"max_tokens": None} | sampling))
         _Conversation(running, template, params, as_json, system).run()
 
 
@@ -106,9 +106,12 @@ class _Conversation:
     async def _answer(self, seen: list[RequestOutput]) -> None:
         head = [{"role": "system", "content": self.system}] if self.system else []
         text = self.template.render([*head, *self.turns], add_generation_prompt=True)
-        prompt = self.engine.inputs.prompt(text, add_special_tokens=False)
-        shown = 0
-        async for output in self.engine.generate(list(prompt.token_ids), self.params):
+        ids = list(self.engine.inputs.prompt(text, add_special_tokens=False).token_ids)
+        params, shown = self.params, 0
+        room = self.engine.core.max_model_len - len(ids)
+        if params.max_tokens is None and room > DEFAULT_MAX_TOKENS:
+            params = replace(params, max_tokens=DEFAULT_MAX_TOKENS)
+        async for output in self.engine.generate(ids, params):
             seen[:] = [output]
             answer = output.outputs[0].text
             if not self.as_json:
