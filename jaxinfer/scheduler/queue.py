@@ -1,6 +1,7 @@
 """WaitingQueue: sequences that wait for a slot, in the order of the policy; and groups of siblings.
 
-Preempted sequences go first among their equals. Never looks at pages. Called by the scheduler.
+A preempted sequence keeps the place of its arrival, so it goes before all that never ran. Never
+looks at pages. Called by the admission and the scheduler.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from jaxinfer.scheduler.sequence import Sequence
 
 LPM_HORIZON = 64  # waiting sequences that "lpm" compares: a match costs a walk of the tree
 
-Key = tuple[int, bool, int]
+Key = tuple[int, int]
 
 
 class WaitingQueue:
-    """A sorted list: fcfs and lpm by arrival, priority by (priority, arrival); preempted ones first."""
+    """A sorted list: fcfs and lpm by arrival, priority by (priority, arrival)."""
 
     def __init__(self, policy: str, cached_length: Callable[[Sequence], int]) -> None:
         self._policy = policy
@@ -48,7 +49,7 @@ class WaitingQueue:
 
     def _key(self, sequence: Sequence) -> Key:
         priority = sequence.request.priority if self._policy == "priority" else 0
-        return (priority, not sequence.preempted, sequence.order)
+        return (priority, sequence.order)
 
     def _find(self, sequence: Sequence) -> int:
         return bisect_left(self._items, self._key(sequence), key=lambda item: item[0])

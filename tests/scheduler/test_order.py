@@ -183,6 +183,45 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight_and_goes_first():
         assert len(runner.outputs[key]) == (2 if key == "c" else 16)
 
 
+def test_no_admission_before_the_last_token_has_arrived():
+    """However many pages are free: the token in flight is part of what must be computed again."""
+    runner = Runner(overlap=True)
+    for key in "ab":
+        runner.add(request(key, [1, 2], 12))
+        runner.launch()
+    runner.launch()
+    victim = runner.scheduler._sequences["b"]
+    runner.scheduler._preempt(victim)
+    while victim.inflight:
+        runner.launch()
+        assert not victim.running
+        runner.collect()
+    runner.launch()
+    assert victim.running
+    runner.drain()
+    for key in "ab":
+        assert runner.outputs[key] == runner.model.truths[key].output
+
+
+def test_a_prompt_waits_until_all_of_it_fits_beside_the_others():
+    """Two prompts of 13 pages and 19 pages: the second one starts when the first has ended."""
+    runner = Runner(
+        (FULL,),
+        (20,),
+        64,
+        max_num_batched_tokens=256,
+        long_prefill_threshold=10,
+        enable_prefix_caching=False,
+    )
+    first, second = (runner.add(request(key, [1] * 50, 3)) for key in "ab")
+    while first.finish_reason is None:
+        assert not second.running
+        runner.round()
+    runner.drain()
+    assert second.finish_reason is FinishReason.LENGTH
+    assert runner.scheduler.stats().preemptions == 0
+
+
 def test_plans_are_snapshots():
     runner = Runner(overlap=True)
     runner.add(request("r", [1, 2, 3], 20))

@@ -146,3 +146,18 @@ def test_restart_computes_everything_again(overlap):
     runner.drain()
     for req in requests:
         runner.expect(req)
+
+
+def test_restart_scores_again_what_never_ran():
+    """The step behind a failed load was planned but not run: its prompt scores are still owed."""
+    runner = Runner(max_num_batched_tokens=128)
+    runner.add(request("biased", [1, 2], 4, logit_bias={3: 1.0}))
+    runner.add(request("scored", list(range(20)), 4, prompt_logprobs=0))
+    load = runner.scheduler.plan()
+    assert isinstance(load, LoadPlan)
+    runner.scheduler.fail(load)
+    runner.scheduler.restart()
+    assert runner.launch()
+    plan, _ = runner.inflight[0]
+    assert [(first, count) for _, first, _, count in plan.scored] == [(0, 19)]
+    runner.drain()
