@@ -263,12 +263,15 @@ def _ropes(
             common[key] = reader.get(key)
     if arch.rope_by_type:
         dicts = _by_type(reader, arch, name, given, common)
-    elif any(kind in given for kind in LAYER_TYPES):
-        raise ConfigError(
-            f"config.json: {name}={given!r:.80} must not be nested by layer type for this architecture"
-        )
     else:
-        dicts = dict.fromkeys(LAYER_TYPES, common | given)
+        # Nested entries beside flat ones are leftovers of other classes; this one reads the flat ones.
+        flat = {key: value for key, value in given.items() if key not in LAYER_TYPES}
+        if given and not flat:
+            raise ConfigError(
+                f"config.json: {name}={given!r:.80} must not be nested by layer type "
+                "for this architecture"
+            )
+        dicts = dict.fromkeys(LAYER_TYPES, common | flat)
     ropes = {}
     for kind, values in dicts.items():
         if arch.model_type == "phi3":

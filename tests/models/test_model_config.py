@@ -46,6 +46,8 @@ def test_spellings_agree() -> None:
     nested = read("gemma3")
     old = {"rope_theta": 100000.0, "rope_local_base_freq": 1000.0}
     old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    beside = {"rope_type": "default", "rope_theta": 9.0, "full_attention": {"rope_theta": 7.0}}
+    assert read(rope_theta=9.0) == read(drop=("rope_theta",), rope_parameters=beside)
     assert nested == read("gemma3", drop=("rope_parameters",), **old)
 
 
