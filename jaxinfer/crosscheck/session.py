@@ -234,7 +234,7 @@ def _report(llm: LLM, parts: list[_Part], versions: dict[str, Any], skipped: lis
         layers=merge_layers([p.layers for p in parts]),
         mean_dlogprob=total / sum(p.deltas.size for p in parts),
         hint=hint([p.deltas.max(1) for p in parts], limits.dlogprob, page_size),
-        # Entry i belongs to position i + 1; where the forward pass is wrong too, `hint` says more.
-        hint_served=hint([np.append(0.0, p.served) for p in parts], limits.dlogprob, page_size),
+        # Entry i was computed at position i, whose next token it scores.
+        hint_served=hint([p.served for p in parts], limits.dlogprob, page_size),
         failures=failures,
     )

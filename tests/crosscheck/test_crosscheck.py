@@ -12,10 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import jaxinfer.core
 from jaxinfer.crosscheck import exchange
+from jaxinfer.layout import RecordLayout, RowField
+from jaxinfer.scheduler.plan import StepPlan
+from jaxinfer.step.pack import pack_step
 from serving.cli import main
 from tests.crosscheck.conftest import replay
 from tests.crosscheck.record import LAYERS, MAX_TOKENS
@@ -89,6 +94,29 @@ def test_a_fault_is_found_in_its_layer(
     assert not report["agree"] and any("dlogprob" in f for f in report["failures"])
     assert report["first_diverging_layer"] == layer
     assert report["hint"] is not None
+
+
+def test_a_fault_of_the_cache_is_told_from_one_of_the_model(
+    capsys: pytest.CaptureFixture[str],
+    healthy: Path,
+    prompt_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later chunks of a prompt lose its first page: the model is right, what is served is not."""
+
+    def losing_a_page(plan: StepPlan, layout: RecordLayout) -> np.ndarray:
+        late = plan.prefill[:, RowField.START] > 0
+        plan.prefill[late, layout.table_slice(0).start] = 0
+        return pack_step(plan, layout)
+
+    monkeypatch.setattr(jaxinfer.core, "pack_step", losing_a_page)
+    code, report = run(capsys, healthy, prompt_file, "--max-tokens", "1")
+    assert code == 1
+    assert any("max_dlogprob_served" in f for f in report["failures"])
+    assert report["first_diverging_layer"] is None and report["hint"] is None
+    assert "position 32, a multiple of the page size 16" in report["hint_served"]
+    by_name = {p["name"]: p["max_dlogprob_served"] for p in report["prompts"]}
+    assert by_name["1 ids"] < 2e-3 and by_name["17 ids"] < 2e-3 < by_name["40 ids"]
 
 
 def test_a_table_for_people(
