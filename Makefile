@@ -30,8 +30,9 @@ check: setup
 	@$(BIN)/pyright
 	@$(BIN)/python -m pytest -q tests/test_architecture.py
 
+# This machine, and the CPU peers that are set up (bench/peers/README.md).
 bench: setup
-	@$(BIN)/jaxinfer bench offline --model smollm2-135m
+	@$(BIN)/python bench/compare.py
 
 clean:
 	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

@@ -65,7 +65,6 @@ CONTESTANTS = {
     ),
     "ort-f32": Contestant("ort.py", "ort-f32", HF, exact=True),
     "ort-int4": Contestant("ort.py", "ort-int4", HF, dtype="int4"),
-    "openvino-f32": Contestant("ov.py", "gguf/smollm2-135m-f32.gguf", OV, exact=True),
     "openvino-f16": Contestant("ov.py", "gguf/smollm2-135m-f16.gguf", OV, dtype="float16"),
 }
 

@@ -208,19 +208,27 @@ DEFINITIONS = {"jaxinfer/config.py", "jaxinfer/types.py"}
 
 @cache
 def attributes_read() -> frozenset[str]:
-    """Names read as `x.name`, or through getattr(x, "name"), outside the files that define options."""
-    names: set[str] = set()
-    for path in SOURCES:
-        if name_of(path) in DEFINITIONS:
-            continue
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                names.add(node.attr)
-    return frozenset(names)
+    """Names read as `x.name` outside the files that define options."""
+    return frozenset(
+        node.attr
+        for path in SOURCES
+        if name_of(path) not in DEFINITIONS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    )
 
 
-# Options that are read through a property of their own class, by the property's name.
-PROPERTIES = {"stop": "stop_strings"}
+@cache
+def readers(option: str) -> frozenset[str]:
+    """The option's own name, and the methods and properties of its class that read it."""
+    methods = [
+        node
+        for path in DEFINITIONS
+        for node in ast.walk(tree_of(ROOT / path))
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
+    found = {m.name for m in methods if f"self.{option}" in ast.unparse(m)}
+    return frozenset({option, *found})
 
 
 @pytest.mark.parametrize(
@@ -233,30 +241,19 @@ def test_every_option_is_applied_or_refused(kind: type, option: str) -> None:
         with pytest.raises(JaxinferError, match=option):
             kind(**{option: REFUSED[option]})
     else:
-        assert PROPERTIES.get(option, option) in attributes_read(), f"nothing reads {option}"
+        assert readers(option) & attributes_read(), f"nothing reads {option}"
 
 
-def cli_commands() -> list[tuple[Path, ast.FunctionDef]]:
-    """Functions of serving/ that typer turns into commands (`@app.command()`)."""
-    return [
-        (path, node)
-        for path in SOURCES
-        if name_of(path).startswith("serving/")
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef)
-        and any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
-
-
-def test_every_cli_option_is_used() -> None:
-    commands = cli_commands()
-    assert commands, "no typer command found in serving/"
-    for path, command in commands:
+@parametrize([p for p in SOURCES if name_of(p).startswith("serving/commands/")])
+def test_every_cli_option_is_used(path: Path) -> None:
+    for command in tree_of(path).body:
+        if not isinstance(command, ast.FunctionDef) or command.name.startswith("_"):
+            continue
         read = {
             node.id
-            for node in ast.walk(command)
+            for statement in command.body
+            for node in ast.walk(statement)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         }
-        takes = [arg.arg for arg in (*command.args.args, *command.args.kwonlyargs)]
-        unused = [name for name in takes if name not in read]
-        assert not unused, f"{name_of(path)}: {command.name} does not use {unused}"
+        takes = {arg.arg for arg in (*command.args.args, *command.args.kwonlyargs)}
+        assert takes <= read, f"{name_of(path)}: {command.name} does not use {takes - read}"

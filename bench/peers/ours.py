@@ -10,6 +10,7 @@ from jaxinfer import LLM, SamplingParams
 args = arguments(__doc__)
 llm = LLM(
     args.model,
+    progress=False,
     dtype=args.dtype,
     max_model_len=max(args.prompt_len, args.ctx + args.gen) + 64,
     enable_prefix_caching=False,

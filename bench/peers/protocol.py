@@ -176,5 +176,10 @@ def decode_rate(generate: Generate, rows: int, ctx: int, gen: int, reps: int) ->
     for i in range(reps):
         prompts = random_prompts(rows, ctx, 200 + i)
         first = seconds(generate, prompts, 1)
-        rates.append(rows * (gen - 1) / max(1e-9, seconds(generate, prompts, gen) - first))
+        spent = seconds(generate, prompts, gen) - first
+        if spent <= 0:
+            raise SystemExit(
+                f"{gen} tokens took no longer than one: machine too busy, or --gen too small"
+            )
+        rates.append(rows * (gen - 1) / spent)
     return statistics.median(rates)
