@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,66 +74,79 @@ def test_activations_and_mlp(name: str) -> None:
     assert np.abs(out - (hidden @ down + down_bias)).max() < 2e-3 * np.abs(hidden).max()
 
 
-def test_layer_at_full_width() -> None:
-    """One layer with the sizes of Llama-3.2-1B (vocabulary cut), 20 tokens of which 3 are decoded."""
-    d, f, heads, kv_heads, dim, vocab, theta = 2048, 8192, 32, 8, 64, 64, 500000.0
-    config = ModelConfig.from_hf(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": vocab,
-            "hidden_size": d,
-            "intermediate_size": f,
-            "num_hidden_layers": 1,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "rope_theta": theta,
-            "rms_norm_eps": 1e-5,
-        }
-    )
+# The sizes of Llama-3.2-1B, with a small vocabulary.
+WIDTH, MLP, HEADS, KV_HEADS, DIM, VOCAB, THETA, EPS = 2048, 8192, 32, 8, 64, 64, 500000.0, 1e-5
+LENGTH = 20
+
+
+def full_width_parameters() -> dict[str, Any]:
     rng = np.random.default_rng(3)
 
     def draw(*shape: int) -> np.ndarray:
         return (rng.random(shape, np.float32) - 0.5) * np.float32((12 / shape[0]) ** 0.5)
 
-    def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-        return (x.astype(np.float32) @ w).astype(np.float64)
-
     layer = {
-        "qkv": 2 * draw(d, (heads + 2 * kv_heads) * dim),
-        "o": draw(heads * dim, d),
-        "gate_up": draw(d, 2 * f),
-        "down": draw(f, d),
-        "attn_norm": 1 + draw(d) * 16,
-        "mlp_norm": 1 + draw(d) * 16,
+        "qkv": 2 * draw(WIDTH, (HEADS + 2 * KV_HEADS) * DIM),
+        "o": draw(HEADS * DIM, WIDTH),
+        "gate_up": draw(WIDTH, 2 * MLP),
+        "down": draw(MLP, WIDTH),
+        "attn_norm": 1 + draw(WIDTH) * 16,
+        "mlp_norm": 1 + draw(WIDTH) * 16,
     }
-    params = {
-        "embed": draw(vocab, d) * 8,
+    return {
+        "embed": draw(VOCAB, WIDTH) * 8,
         "layers": [layer],
-        "final_norm": 1 + draw(d) * 16,
-        "lm_head": draw(d, vocab),
+        "final_norm": 1 + draw(WIDTH) * 16,
+        "lm_head": draw(WIDTH, VOCAB),
     }
-    tokens = [int(t) for t in rng.integers(0, vocab, 20)]
-    driver = Driver(config, params, rows=1, blocks=2, sequences=1)
-    sequence = Sequence(0, tokens, 20)
-    driver.step([], [(sequence, 17)])
-    while sequence.done < 20:
-        driver.step([sequence], [])
 
-    # The same in plain numpy, float64 except for the large products.
-    x = params["embed"][tokens].astype(np.float64)
-    qkv = product(normed(x, layer["attn_norm"], 1e-5), layer["qkv"]).reshape(20, -1, dim)
-    turn = np.exp(1j * np.arange(20)[:, None] * theta ** (-np.arange(0, dim, 2) / dim))[:, None]
-    turned = (qkv[..., : dim // 2] + 1j * qkv[..., dim // 2 :]) * turn
+
+def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return (x.astype(np.float32) @ w).astype(np.float64)
+
+
+def full_width_logits(params: dict[str, Any], tokens: list[int]) -> np.ndarray:
+    """One Llama layer in numpy, float64 except for the large products."""
+    (layer,) = params["layers"]
+    x, half, count = params["embed"][tokens].astype(np.float64), DIM // 2, len(tokens)
+    qkv = product(normed(x, layer["attn_norm"], EPS), layer["qkv"]).reshape(count, -1, DIM)
+    turn = np.exp(1j * np.arange(count)[:, None] * THETA ** (-np.arange(0, DIM, 2) / DIM))
+    turned = (qkv[..., :half] + 1j * qkv[..., half:]) * turn[:, None]
     turned = np.concatenate([turned.real, turned.imag], -1)
-    q, k, v = turned[:, :heads], turned[:, heads:-kv_heads], qkv[:, -kv_heads:]
-    k, v = (np.repeat(y, heads // kv_heads, axis=1) for y in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
-    scores = np.where(np.tri(20, dtype=bool), scores, -np.inf)
+    q, k, v = turned[:, :HEADS], turned[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:]
+    k, v = (np.repeat(y, HEADS // KV_HEADS, axis=1) for y in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(DIM)
+    scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    x = x + product(np.einsum("hqk,khd->qhd", weights, v).reshape(20, -1), layer["o"])
-    gate, up = np.split(product(normed(x, layer["mlp_norm"], 1e-5), layer["gate_up"]), 2, axis=1)
+    x = x + product(np.einsum("hqk,khd->qhd", weights, v).reshape(count, -1), layer["o"])
+    gate, up = np.split(product(normed(x, layer["mlp_norm"], EPS), layer["gate_up"]), 2, axis=1)
     x = x + product(silu(gate) * up, layer["down"])
-    expected = normed(x, params["final_norm"], 1e-5) @ params["lm_head"]
+    return normed(x, params["final_norm"], EPS) @ params["lm_head"]
+
+
+def test_layer_at_full_width() -> None:
+    """20 tokens, of which 3 are decoded: head counts and widths are those of a real model."""
+    config = ModelConfig.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": VOCAB,
+            "hidden_size": WIDTH,
+            "intermediate_size": MLP,
+            "num_hidden_layers": 1,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "rope_theta": THETA,
+            "rms_norm_eps": EPS,
+        }
+    )
+    params = full_width_parameters()
+    tokens = [int(t) for t in RNG.integers(0, VOCAB, LENGTH)]
+    driver = Driver(config, params, rows=1, blocks=2, sequences=1)
+    sequence = Sequence(0, tokens, LENGTH)
+    driver.step([], [(sequence, 17)])
+    while sequence.done < LENGTH:
+        driver.step([sequence], [])
+    expected = full_width_logits(params, tokens)
     assert np.abs(np.stack(sequence.logits) - expected).max() < 1e-3
     assert np.abs(expected).max() > 1.0

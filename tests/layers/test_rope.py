@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxinfer.layers.rope import apply_rope, rope_table
 from jaxinfer.rope_config import RopeConfig, rope_for
