@@ -79,12 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in arguments
     try:
         result = app(args=arguments, prog_name="jaxinfer", standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
         return _fail("UsageError", error.format_message(), as_json)
     except JaxinferError as error:
+        return _fail(type(error).__name__, str(error), as_json)
+    except BrokenPipeError:  # whoever read the output has enough; what is left must not raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a folder that cannot be written, a file that cannot be read
         return _fail(type(error).__name__, str(error), as_json)
     except (typer.Abort, KeyboardInterrupt):
         return 130

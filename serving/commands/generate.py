@@ -48,8 +48,8 @@ def generate(
     system: Annotated[str | None, typer.Option(help="system message (with --chat)")] = None,
     chat_template: TemplateFile = None,
     as_json: AsJson = False,
-) -> None:
-    """Complete prompts, or answer them with --chat."""
+) -> int:
+    """Complete prompts, or answer them with --chat. Exit code 1 if a request failed."""
     texts = [*(prompt or []), *(read_text("--prompt-file", path) for path in prompt_file or [])]
     ids = [parse_ids("--prompt-token-ids", text) for text in prompt_token_ids or []]
     _check_prompts(texts, ids, chat, system, chat_template)
@@ -74,9 +74,10 @@ def generate(
         outputs = llm.generate([*texts, *ids], params)
     if as_json:
         print_json([output_json(output, params, load_s) for output in outputs])
-        return
-    for shown, output in zip([*texts, *ids], outputs, strict=True):
-        _print_text(shown, output, several=len(outputs) > 1)
+    else:
+        for shown, output in zip([*texts, *ids], outputs, strict=True):
+            _print_text(shown, output, params.detokenize)
+    return 1 if any(output.error for output in outputs) else 0
 
 
 def read_text(name: str, path: Path) -> str:
@@ -102,7 +103,7 @@ def _check_prompts(
         raise InvalidRequest(f"--chat-template={str(template)!r} needs --chat")
 
 
-def _print_text(prompt: str | list[int], output: RequestOutput, several: bool) -> None:
+def _print_text(prompt: str | list[int], output: RequestOutput, detokenize: bool) -> None:
     """The answers alone for scripts; on a terminal with the prompt, dimmed, above them."""
     if sys.stdout.isatty():
         from rich.console import Console
@@ -110,8 +111,6 @@ def _print_text(prompt: str | list[int], output: RequestOutput, several: bool) -
 
         Console().print(Text(str(prompt), style="dim"))
     for completion in output.outputs:
-        print(completion.text if completion.text else completion.token_ids)
-    if several and sys.stdout.isatty():
-        print()
+        print(completion.text if detokenize else completion.token_ids)
     if output.error is not None:
         print(f"jaxinfer: {output.error}", file=sys.stderr)

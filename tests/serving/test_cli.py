@@ -53,6 +53,30 @@ def test_generate_text_is_the_text_alone(capsys: pytest.CaptureFixture[str], for
     assert capsys.readouterr().out == "he quick!\nuick!\n"
 
 
+def test_generate_text_may_be_empty(capsys: pytest.CaptureFixture[str], forced: str) -> None:
+    arguments = ["generate", "-m", forced, "-p", "!", "--temperature", "0", *ENGINE]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "\n"
+    assert main([*arguments, "--no-detokenize"]) == 0
+    assert capsys.readouterr().out == f"[{EOS}]\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_closed_pipe_is_quiet(flags: list[str]) -> None:
+    code = "import sys; from serving.cli import main; sys.exit(main(['doctor', '--json']))"
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), error) == (1, "")
+
+
 def test_generate_json(capsys: pytest.CaptureFixture[str], forced: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("k")
@@ -193,6 +217,7 @@ def test_an_error_names_field_and_value(
         (["generate", "-p", "a"], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
         (["convert", "not-there", "target"], ["not-there"]),
+        (["convert", "{tiny}", "{tiny}/config.json/target"], ["config.json"]),
         (["convert", "x", "target", "--dtype", "int4"], ["dtype", "int4"]),
         (["bench", "offline", "-m", "x", "--batch-size", "0"], ["batch_size", "0"]),
         (["bench", "offline", "-m", "x", "--gen-len", "1"], ["gen_len", "1"]),
@@ -201,8 +226,13 @@ def test_an_error_names_field_and_value(
     ],
 )
 def test_errors_of_other_kinds(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], fragments: list[str], as_json: bool
+    capsys: pytest.CaptureFixture[str],
+    tiny: Path,
+    arguments: list[str],
+    fragments: list[str],
+    as_json: bool,
 ) -> None:
+    arguments = [a.replace("{tiny}", str(tiny)) for a in arguments]
     check_error(capsys, arguments, fragments, as_json)
 
 
