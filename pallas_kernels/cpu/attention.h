@@ -37,16 +37,6 @@ INLINE vf exp(vf x) {
 }
 INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-INLINE float sum_of(vf v) {
-  float s = 0;
-  for (int64_t i = 0; i < kLanes; ++i) s += v[i];
-  return s;
-}
-INLINE float max_of(vf v) {
-  float s = v[0];
-  for (int64_t i = 1; i < kLanes; ++i) s = v[i] > s ? v[i] : s;
-  return s;
-}
 INLINE float exp_of(float x) { return exp(splat(x))[0]; }
 
 // c[rows, width] (+)= x[rows, depth] @ w[depth, width], all of it in cache; width is whole vectors.
@@ -83,75 +73,85 @@ struct Attention {
 
   int64_t oldest(int64_t pos) const { return window ? std::max<int64_t>(0, pos - window + 1) : 0; }
 
-  // Where key j of row n and head h lies in a pool, or -1: not held.
-  int64_t place(int64_t n, int64_t h, int64_t j) const {
-    int64_t index = j / page - base[n];
-    if (index < 0 || index >= pages) return -1;
-    int64_t id = tables[n * pages + index];
-    if (id <= 0 || id >= pool_pages) return -1;
-    return ((id * kv_heads + h) * page + j % page) * dim;
-  }
-
   struct Tile {
     int64_t n, h, first, count;  // row, kv head, first query, queries
     int64_t pos;                 // position of the first query
   };
 
-  // Keys [from, to) of one chunk: transposed keys, values, and which of them are held.
-  void gather(const Tile& t, int64_t chunk, int64_t from, int64_t to, float* kt, float* v,
-              int32_t* held) const {
+  // at[i] = where key chunk + i lies in a pool, or -1: not in [from, to), or on no page of the table.
+  void places(const Tile& t, int64_t chunk, int64_t from, int64_t to, int64_t* at) const {
+    int64_t index = chunk / page - base[t.n], offset = chunk % page;
+    for (int64_t i = 0; i < kChunk; ++index, offset = 0) {
+      int64_t id = index >= 0 && index < pages ? tables[t.n * pages + index] : 0;
+      bool held = id > 0 && id < pool_pages;
+      const int64_t origin = (id * kv_heads + t.h) * page * dim;
+      for (; offset < page && i < kChunk; ++offset, ++i) {
+        bool wanted = held && chunk + i >= from && chunk + i < to;
+        at[i] = wanted ? origin + offset * dim : -1;
+      }
+    }
+  }
+
+  INLINE void fetch(int64_t at) const {
+    if (at < 0) return;
+    for (int64_t d = 0; d < dim; d += 16) {  // 16 floats are a cache line
+      __builtin_prefetch(k_pool + at + d, 0, 2);
+      __builtin_prefetch(v_pool + at + d, 0, 2);
+    }
+  }
+
+  // One chunk's keys (transposed) and values; meanwhile those at `next` are fetched.
+  void gather(const int64_t* at, const int64_t* next, float* kt, float* v) const {
+    const int64_t w = wide();
     for (int64_t i = 0; i < kChunk; i += kLanes) {
-      const float* key[kLanes];
       bool all = true;
-      for (int64_t l = 0; l < kLanes; ++l) {
-        int64_t j = chunk + i + l;
-        int64_t at = j >= from && j < to ? place(t.n, t.h, j) : -1;
-        held[i + l] = at >= 0 ? -1 : 0;
-        key[l] = at >= 0 ? k_pool + at : nullptr;
-        all = all && at >= 0;
-        float* to_v = v + (i + l) * wide();
-        if (at >= 0) {
-          std::memcpy(to_v, v_pool + at, dim * sizeof(float));
+      for (int64_t l = i; l < i + kLanes; ++l) {
+        fetch(next[l]);
+        all = all && at[l] >= 0;
+        if (at[l] < 0) {
+          std::memset(v + l * w, 0, w * sizeof(float));
+        } else if (dim == w) {
+          for (int64_t d = 0; d < w; d += kLanes) store(v + l * w + d, load(v_pool + at[l] + d));
         } else {
-          std::memset(to_v, 0, wide() * sizeof(float));
+          std::memcpy(v + l * w, v_pool + at[l], dim * sizeof(float));
         }
       }
       int64_t d = 0;
       for (; all && d + kLanes <= dim; d += kLanes) {
         vf r[kLanes];
 #pragma GCC unroll 16
-        for (int64_t l = 0; l < kLanes; ++l) r[l] = load(key[l] + d);
+        for (int64_t l = 0; l < kLanes; ++l) r[l] = load(k_pool + at[i + l] + d);
         transpose(r);
 #pragma GCC unroll 16
         for (int64_t l = 0; l < kLanes; ++l) store(kt + (d + l) * kChunk + i, r[l]);
       }
       for (; d < dim; ++d)
-        for (int64_t l = 0; l < kLanes; ++l) kt[d * kChunk + i + l] = key[l] ? key[l][d] : 0.0f;
+        for (int64_t l = i; l < i + kLanes; ++l)
+          kt[d * kChunk + l] = at[l] < 0 ? 0.0f : k_pool[at[l] + d];
     }
   }
 
-  // Scores of one query and head become weights; returns the factor that older sums fade by.
-  float weigh(float* s, int64_t chunk, int64_t low, int64_t high, const int32_t* held, float& m,
-              float& total) const {
-    vi lane;
-    for (int64_t l = 0; l < kLanes; ++l) lane[l] = int32_t(l);
-    vi seen[kChunk / kLanes];
-    vf top = splat(kLowest);
-    int32_t from = int32_t(low - chunk), to = int32_t(std::min(high - chunk, kChunk));
-    for (int64_t i = 0; i < kChunk / kLanes; ++i) {
-      vf z = load(s + i * kLanes);
-      if (softcap > 0) z = softcap * tanh(z / softcap);
-      vi index = lane + int32_t(i * kLanes), valid;
-      std::memcpy(&valid, held + i * kLanes, sizeof(vi));
-      seen[i] = (index >= from) & (index < to) & valid;
-      z = seen[i] ? z : splat(-std::numeric_limits<float>::infinity());
-      top = max(z, top);
-      store(s + i * kLanes, z);
+  // Scores of one query and head become weights, zero outside keys [low, high) and where not held;
+  // returns the factor that older sums fade by.
+  float weigh(float* s, int64_t low, int64_t high, const vi* held, float& m, float& total) const {
+    constexpr int64_t vectors = kChunk / kLanes;
+    const vi lane = lane_numbers(Lanes{});
+    const vf nothing = splat(-std::numeric_limits<float>::infinity());
+    vf z[vectors], top = splat(kLowest), sum{};
+    vi seen[vectors];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < vectors; ++i) {
+      z[i] = load(s + i * kLanes);
+      if (softcap > 0) z[i] = softcap * tanh(z[i] / softcap);
+      vi index = lane + int32_t(i * kLanes);
+      seen[i] = (index >= int32_t(low)) & (index < int32_t(high)) & held[i];
+      z[i] = seen[i] ? z[i] : nothing;
+      top = max(z[i], top);
     }
-    float now = std::max(m, max_of(top)), fade = exp_of(m - now);
-    vf sum{};
-    for (int64_t i = 0; i < kChunk / kLanes; ++i) {
-      vf p = seen[i] ? exp(load(s + i * kLanes) - now) : vf{};
+    float now = std::max(m, max_of(top)), fade = now == m ? 1.0f : exp_of(m - now);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < vectors; ++i) {
+      vf p = seen[i] ? exp(z[i] - now) : vf{};
       store(s + i * kLanes, p);
       sum += p;
     }
@@ -168,20 +168,26 @@ struct Attention {
     std::fill(m, m + r, kLowest);
     std::fill(total, total + r, 0.0f);
     float *qs = work, *kt = qs + r * dim, *v = kt + dim * kChunk, *s = v + kChunk * w;
-    int32_t held[kChunk];
+    vi held[kChunk / kLanes];
+    int64_t spots[2][kChunk], *at = spots[0], *next = spots[1];
     for (int64_t c = 0; c < t.count; ++c)
       for (int64_t i = 0; i < g * dim; ++i)
         qs[c * g * dim + i] = scale * q[((t.n * queries + t.first + c) * heads + t.h * g) * dim + i];
     int64_t last = t.pos + t.count - 1;
     int64_t from = std::max(segment, oldest(t.pos)), to = std::min(segment + kSegment, last + 1);
-    for (int64_t chunk = from / kChunk * kChunk; chunk < to; chunk += kChunk) {
-      gather(t, chunk, from, to, kt, v, held);
+    int64_t chunk = from / kChunk * kChunk;
+    places(t, chunk, from, to, at);
+    for (; chunk < to; chunk += kChunk, std::swap(at, next)) {
+      places(t, chunk + kChunk, from, to, next);
+      gather(at, next, kt, v);
+      for (int64_t i = 0; i < kChunk; ++i) held[i / kLanes][i % kLanes] = at[i] < 0 ? 0 : -1;
       small_matmul(r, dim, qs, dim, kt, kChunk, s, kChunk, kChunk, true);
       int64_t end = std::min(chunk + kChunk, to) - chunk;
       bool whole = chunk + end <= t.pos + 1 && chunk >= oldest(last);
       for (int64_t i = 0; i < r; ++i) {
         int64_t pos = t.pos + i / g;
-        float fade = weigh(s + i * kChunk, chunk, oldest(pos), pos + 1, held, m[i], total[i]);
+        int64_t low = std::max<int64_t>(0, oldest(pos) - chunk), high = std::min(end, pos + 1 - chunk);
+        float fade = weigh(s + i * kChunk, low, high, held, m[i], total[i]);
         if (fade != 1.0f)
           for (int64_t d = 0; d < w; d += kLanes) store(acc + i * w + d, fade * load(acc + i * w + d));
       }

@@ -82,6 +82,26 @@ INLINE vf sums(vf r[kLanes]) {
   return r[0];
 }
 
+template <int... I>
+INLINE vi lane_numbers(Seq<I...>) {
+  return vi{I...};
+}
+template <int S, int... I>
+INLINE vf turned(vf v, Seq<I...>) {
+  return __builtin_shuffle(v, vi{((I + S) % int(kLanes))...});
+}
+// The sum, or the maximum, of all lanes, by a fixed tree.
+template <int S = kLanes / 2>
+INLINE float sum_of(vf v) {
+  if constexpr (S == 0) return v[0];
+  else return sum_of<S / 2>(v + turned<S>(v, Lanes{}));
+}
+template <int S = kLanes / 2>
+INLINE float max_of(vf v) {
+  if constexpr (S == 0) return v[0];
+  else return max_of<S / 2>(max(v, turned<S>(v, Lanes{})));
+}
+
 // Scratch that a thread keeps between calls, `floats` long and aligned to a vector.
 INLINE float* scratch(int64_t floats) {
   struct Block {
