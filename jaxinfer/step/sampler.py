@@ -2,7 +2,7 @@
 
 Order: penalties -> bias -> min_tokens mask -> [log-probabilities] -> temperature -> top_k -> top_p -> min_p ->
 draw. A row's result depends on its own logits, parameters, seed and output position, never on its
-neighbours. Filters find thresholds by bisection on the bits of the floats instead of sorting; ties stay.
+neighbours. Filters are thresholds, found among the best candidates or by bisection, never by a full sort.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxinfer.step.state import BAN_BIT, OUTPUT_MASK, PROMPT_BIT, DeviceState
 from jaxinfer.types import MAX_LOGPROBS
 
 NEG_INF = -jnp.inf
+CANDIDATES = 64  # best tokens among which thresholds are sought before the whole vocabulary
 LANES = 128  # width of the inner level of the two-level cumulative sum
 
 
@@ -38,7 +39,7 @@ class Sampled(NamedTuple):
 def sample(logits: jax.Array, state: DeviceState, rows: Rows) -> Sampled:
     """Draw one token a row from f32[R, V] logits."""
     logits = _adjust(logits, state, rows)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _first_best(logits)
     tokens = _cond(rows, RowFlag.RANDOM, lambda: _draw(logits, rows, greedy), lambda: greedy)
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
     n = logits.shape[0]
@@ -48,10 +49,16 @@ def sample(logits: jax.Array, state: DeviceState, rows: Rows) -> Sampled:
         jnp.zeros((n, MAX_LOGPROBS), jnp.int32),
         jnp.zeros((n, MAX_LOGPROBS), jnp.float32),
     )
-    scores = _cond(
-        rows, RowFlag.LOGPROBS, lambda: token_logprobs(logits, tokens), lambda: nothing
-    )
+    scores = _cond(rows, RowFlag.LOGPROBS, lambda: token_logprobs(logits, tokens), lambda: nothing)
     return Sampled(jnp.where(finite, tokens, -1), *scores)
+
+
+def _first_best(logits: jax.Array) -> jax.Array:
+    """i32[R]: argmax; two plain reductions, which XLA's CPU backend runs 18 times faster than its argmax."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    first = jnp.min(jnp.where(logits == best, index, logits.shape[-1]), axis=-1)
+    return jnp.minimum(first, logits.shape[-1] - 1)  # a row of NaN has no best
 
 
 def token_logprobs(
@@ -120,44 +127,63 @@ def filter_logits(scaled: jax.Array, rows: Rows) -> jax.Array:
 
     top_k keeps everything tied with the k-th best; top_p keeps the smallest set of most likely tokens whose
     mass reaches top_p, with ties; min_p keeps tokens at least min_p times as likely as the best.
+    Each is a threshold on the logits; the highest one counts, and the most likely tokens always survive.
     """
     vocab = scaled.shape[-1]
-    keys = _ordered_bits(scaled)
     top_k = rows[RowField.TOP_K]
-    top_k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)[:, None]
-    ones = jnp.ones((), jnp.int32)
-    threshold = _threshold(keys, lambda keep: jnp.sum(keep * ones, -1, keepdims=True) >= top_k)
-    kept = jnp.where(keys >= threshold, scaled, NEG_INF)
-
-    mass = jnp.exp(kept)
+    top_k = jnp.where((top_k <= 0) | (top_k >= vocab), vocab, top_k)[:, None]
     top_p = rows[RowField.TOP_P][:, None]
+    best = jax.lax.top_k(scaled, min(CANDIDATES, vocab))[0]
+
+    known = (top_k <= best.shape[1]) | (top_k == vocab)
+    kth = jnp.take_along_axis(best, jnp.minimum(top_k, best.shape[1]) - 1, axis=-1)
+    kth = jnp.where(top_k == vocab, NEG_INF, kth)
+    kth = _or_search(known, kth, lambda: _kth_best(scaled, top_k))
+
+    mass = jnp.where(scaled >= kth, jnp.exp(scaled), 0.0)
     wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
-    threshold = _threshold(
-        keys, lambda keep: jnp.sum(jnp.where(keep, mass, 0.0), -1, keepdims=True) >= wanted
+    reached = jnp.cumsum(jnp.where(best >= kth, jnp.exp(best), 0.0), axis=-1) >= wanted
+    known = jnp.any(reached, axis=-1, keepdims=True) | (top_p >= 1.0)
+    nucleus = jnp.take_along_axis(best, jnp.argmax(reached, axis=-1)[:, None], axis=-1)
+    nucleus = _or_search(known, nucleus, lambda: _nucleus(scaled, mass, wanted))
+    nucleus = jnp.where(top_p >= 1.0, NEG_INF, nucleus)
+
+    likely = jnp.log(rows[RowField.MIN_P])[:, None]
+    threshold = jnp.minimum(jnp.maximum(jnp.maximum(kth, nucleus), likely), 0.0)
+    return jnp.where(scaled >= threshold, scaled, NEG_INF)
+
+
+def _or_search(known: jax.Array, threshold: jax.Array, search) -> jax.Array:
+    """`threshold` where it is known; else, row by row, what a search over the whole vocabulary finds."""
+
+    def searched() -> jax.Array:
+        return jnp.where(known, threshold, search())
+
+    return jax.lax.cond(jnp.all(known), lambda: threshold, searched)
+
+
+def _kth_best(scaled: jax.Array, k: jax.Array) -> jax.Array:
+    return _bisect(scaled, lambda keep: jnp.sum(keep, -1, keepdims=True, dtype=jnp.int32) >= k)
+
+
+def _nucleus(scaled: jax.Array, mass: jax.Array, wanted: jax.Array) -> jax.Array:
+    return _bisect(
+        scaled, lambda keep: jnp.sum(jnp.where(keep, mass, 0.0), -1, keepdims=True) >= wanted
     )
-    kept = jnp.where((top_p >= 1.0) | (keys >= threshold), kept, NEG_INF)
-
-    min_p = rows[RowField.MIN_P][:, None]
-    kept = jnp.where((min_p <= 0.0) | (mass >= min_p), kept, NEG_INF)
-    return jnp.where(scaled >= 0.0, scaled, kept)  # the most likely tokens always survive
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """uint32 keys in the order of the floats (no NaN)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    flipped = jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31)))
-    return jax.lax.bitcast_convert_type(flipped, jnp.uint32)
-
-
-def _threshold(keys: jax.Array, enough) -> jax.Array:
-    """Largest uint32[R, 1] t for which `enough(keys >= t)` holds, built bit by bit."""
+def _bisect(x: jax.Array, enough) -> jax.Array:
+    """Largest f32[R, 1] t for which `enough(x >= t)` holds, built bit by bit in the order of the floats."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    keys = jnp.where(bits >= sign, ~bits, bits | sign)
 
     def body(i: jax.Array, t: jax.Array) -> jax.Array:
-        bit = jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32))
-        candidate = t | bit
+        candidate = t | (sign >> i.astype(jnp.uint32))
         return jnp.where(enough(keys >= candidate), candidate, t)
 
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros((keys.shape[0], 1), jnp.uint32))
+    t = jax.lax.fori_loop(0, 32, body, jnp.zeros((x.shape[0], 1), jnp.uint32))
+    return jax.lax.bitcast_convert_type(jnp.where(t >= sign, t ^ sign, ~t), jnp.float32)
 
 
 def uniforms(rows: Rows) -> jax.Array:
