@@ -82,8 +82,8 @@ class EngineConfig:
 
     @property
     def block(self) -> int:
-        """Query tokens of one prefill block: a power of two, at most 64 and at most the budget."""
-        return min(64, 1 << (self.max_num_batched_tokens.bit_length() - 1))
+        """Query tokens of one prefill block: a power of two, at most 32 and at most the budget."""
+        return min(32, 1 << (self.max_num_batched_tokens.bit_length() - 1))
 
     @property
     def rows(self) -> int:

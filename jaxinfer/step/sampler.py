@@ -113,10 +113,9 @@ def _penalize(logits: jax.Array, counts: jax.Array, rows: Rows) -> jax.Array:
 
 def _draw(logits: jax.Array, rows: Rows, greedy: jax.Array) -> jax.Array:
     random = rows.flag(RowFlag.RANDOM)
-    scale = jnp.where(random, rows[RowField.TEMPERATURE], 1.0)[:, None]
     # The maximum is taken off first: a tiny temperature can then only underflow to zero weight.
+    scale = jnp.where(random, jnp.maximum(rows[RowField.TEMPERATURE], 1e-30), 1.0)[:, None]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / scale
-    scaled = jnp.where(jnp.isnan(scaled), NEG_INF, scaled)
     scaled = _cond(rows, RowFlag.FILTER, lambda: filter_logits(scaled, rows), lambda: scaled)
     drawn = inverse_cdf(jnp.exp(scaled), uniforms(rows))
     return jnp.where(random, drawn, greedy)
