@@ -31,7 +31,7 @@ def reference_python(request: pytest.FixtureRequest) -> Path:
     """The interpreter with PyTorch; tests marked `torch` fail where it is not given."""
     path = request.config.getoption("--reference-python")
     if not path:
-        pytest.fail("tests marked 'torch' need --reference-python PATH (a Python with torch)")
+        pytest.fail("tests marked 'torch' need --reference-python=PATH (a Python with torch)")
     return Path(path)
 
 
