@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_BATCHES = (1, 8, 32)
 CHECK_PROMPTS, CHECK_TOKENS = 3, 8
 
-app = typer.Typer(help="Measure.", no_args_is_help=True)
+app = typer.Typer(help="Measure.")
 
 
 @dataclass(frozen=True, slots=True)

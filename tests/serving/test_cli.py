@@ -216,6 +216,7 @@ def test_an_error_names_field_and_value(
         (["generate", "-m", "x"], ["--prompt"]),
         (["generate", "-p", "a"], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
+        (["bench", "no-such-bench"], ["no-such-bench"]),
         (["convert", "not-there", "target"], ["not-there"]),
         (["convert", "{tiny}", "{tiny}/config.json/target"], ["config.json"]),
         (["convert", "x", "target", "--dtype", "int4"], ["dtype", "int4"]),
