@@ -5,7 +5,7 @@ prints `describe()`. Every op takes impl="auto" | "reference" | "native" (a stat
 """
 
 from pallas_kernels.dispatch import describe, fallbacks, set_impl
-from pallas_kernels.ops import kv_write, matmul, matmul_t, paged_attention
+from pallas_kernels.ops import kv_write, matmul, matmul_t, paged_attention, rms_norm
 
 __all__ = [
     "describe",
@@ -14,5 +14,6 @@ __all__ = [
     "matmul",
     "matmul_t",
     "paged_attention",
+    "rms_norm",
     "set_impl",
 ]

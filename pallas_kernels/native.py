@@ -26,7 +26,12 @@ import numpy as np
 from pallas_kernels import reference
 
 _SOURCES = Path(__file__).parent / "cpu"
-_TARGETS = ("jaxinfer_matmul", "jaxinfer_paged_attention", "jaxinfer_kv_write")
+_TARGETS = (
+    "jaxinfer_matmul",
+    "jaxinfer_paged_attention",
+    "jaxinfer_kv_write",
+    "jaxinfer_rms_norm",
+)
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-w")
 _BUILD_SECONDS = 300
@@ -143,6 +148,17 @@ def matmul_t(x: jax.Array, w: jax.Array) -> jax.Array:
     return _call("jaxinfer_matmul", result)(x, w, transposed=True)
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """float32 x[T, D], weight[D]; see ops.rms_norm."""
+    return _rms_norm(x, weight, eps)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _rms_norm(x, weight, eps) -> jax.Array:
+    call = _call("jaxinfer_rms_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, weight, eps=np.float32(eps))
+
+
 def paged_attention(
     q: jax.Array,
     k_pool: jax.Array,
@@ -194,6 +210,11 @@ def _call(target: str, result: Any, **options: Any) -> Callable[..., Any]:
 def _attention_jvp(scale, window, softcap, primals, tangents):
     options = {"scale": scale, "window": window, "softcap": softcap}
     return jax.jvp(partial(reference.paged_attention, **options), primals, tangents)
+
+
+@_rms_norm.defjvp
+def _rms_norm_jvp(eps, primals, tangents):
+    return jax.jvp(partial(reference.rms_norm, eps=eps), primals, tangents)
 
 
 kv_write.defjvp(partial(jax.jvp, reference.kv_write))

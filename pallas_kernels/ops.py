@@ -109,3 +109,16 @@ def matmul_t(
     if choose("matmul_t", impl, x, w) == "native":
         return native.matmul_t(x, w).astype(dtype)
     return reference.matmul_t(x, w, dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, impl: Impl = "auto") -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, cast to x's dtype.
+
+    Args:
+        x: [..., D]. weight: [D].
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight{weight.shape} does not fit x{x.shape}: it needs x's last axis")
+    if choose("rms_norm", impl, x, weight) == "native":
+        return native.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+    return reference.rms_norm(x, weight, eps)

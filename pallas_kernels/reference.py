@@ -163,3 +163,10 @@ def matmul_t(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """See ops.matmul_t."""
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """See ops.rms_norm."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)

@@ -1,6 +1,7 @@
 // The FFI entry points of the native CPU kernels. Python has checked the shapes (pallas_kernels/ops.py).
 #include "attention.h"
 #include "dots.h"
+#include "norm.h"
 
 using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
@@ -23,6 +24,12 @@ static ffi::Error attention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, I32 table
             base.typed_data(), start.typed_data(), out->typed_data(), qd[0], qd[1], qd[2], qd[3],
             kd[1], kd[2], tables.dimensions()[1], kd[0], window, scale, softcap}
       .run(pool);
+  return ffi::Error::Success();
+}
+
+static ffi::Error rms_norm(ffi::ThreadPool pool, F32 x, F32 weight, Out out, float eps) {
+  auto xd = x.dimensions();
+  RmsNorm{x.typed_data(), weight.typed_data(), out->typed_data(), xd[0], xd[1], eps}.run(pool);
   return ffi::Error::Success();
 }
 
@@ -58,6 +65,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_paged_attention, attention,
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_rms_norm, rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Ret<F32>()
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_kv_write, kv_write,
                               ffi::Ffi::Bind()
