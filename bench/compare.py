@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -155,7 +156,7 @@ def summary(runs: dict[str, list[Run]]) -> dict[str, Run]:
 
 
 def table(results: dict[str, Run]) -> Table:
-    shown = Table(title="SmolLM2-135M; tokens/s, and (ours / peer)")
+    shown = Table(title="SmolLM2-135M; tokens/s, and (ours / peer)", box=MARKDOWN)
     shown.add_column("contestant")
     for column in (*RATES, "TTFT s", "ready s", "first s", "peak MB", "others' CPU"):
         shown.add_column(column, justify="right")
@@ -194,7 +195,7 @@ def machine() -> Run:
 
 def main() -> None:
     args = parse()
-    console = Console()
+    console = Console(width=150, highlight=False)  # the table can be pasted into the README
     names = args.only or [n for n, c in CONTESTANTS.items() if is_ready(c, args.peers)]
     missing = [n for n in names if not is_ready(CONTESTANTS[n], args.peers)]
     if missing:
