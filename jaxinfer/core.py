@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import CapacityError
+from jaxinfer.layout import RowFlag
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
-from jaxinfer.layout import RowFlag
 from jaxinfer.scheduler import LoadPlan, Scheduler, Sequence, StepOutput, StepPlan, Update
 from jaxinfer.scheduler.plan import Score
 from jaxinfer.sizing import PoolSizes, size_pools
@@ -70,11 +70,11 @@ class EngineCore:
     ) -> None:
         enable_compile_cache(config.compile_cache)
         family = get_family(model)
-        specs = family.cache_specs(model, dtype)
+        self._specs = specs = family.cache_specs(model, dtype)
         self.sizes = sizes or size_pools(config, model, specs)
         self.config, self.model, self.params, self.dtype = config, model, params, dtype
         self.max_model_len = self.sizes.max_model_len
-        self.scheduler = Scheduler(config, specs, self.sizes.pages, self.max_model_len)
+        self.scheduler = self._new_scheduler()
         self.step_model = StepModel(model, family, specs, self.scheduler.layout, config.page_size)
         self.state = self._new_state()
         self.executables = Executables(
@@ -106,7 +106,7 @@ class EngineCore:
 
     def step(self) -> list[Update]:
         """One round: dispatch the next step, then commit the oldest one that may be awaited."""
-        start = time.perf_counter()
+        start, compiled = time.perf_counter(), self.executables.compile_seconds
         updates = self.scheduler.expire()
         plan = self.scheduler.plan()
         try:
@@ -115,7 +115,8 @@ class EngineCore:
                 plan = self.scheduler.plan()
             if plan is not None:
                 self._dispatch(plan)
-            self.counters.host_seconds += time.perf_counter() - start
+            compiling = self.executables.compile_seconds - compiled
+            self.counters.host_seconds += time.perf_counter() - start - compiling
             depth = 1 if self.config.overlap and plan is not None else 0
             while len(self._inflight) > depth:
                 updates += self._collect()
@@ -196,8 +197,33 @@ class EngineCore:
         for update in updates:
             self._scores.pop(update.sequence.request.request_id, None)
         self.scheduler.restart()
-        self.state = self._new_state()
+        self._renew_state()
         return updates
+
+    def reset(self) -> list[Update]:
+        """Start afresh after an error that `step` does not handle: every request ends with ERROR.
+
+        Trusts nothing that the failed round may have left half done: scheduler, cache and device
+        state are new. Counters of the core go on, those of the scheduler begin again.
+        """
+        lost = self.scheduler.sequences()
+        for sequence in lost:
+            sequence.finish_reason = FinishReason.ERROR
+        self._inflight.clear()
+        self._scores.clear()
+        self.scheduler = self._new_scheduler()
+        self._renew_state()
+        return [Update(sequence, None, None, FinishReason.ERROR) for sequence in lost]
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.config, self._specs, self.sizes.pages, self.max_model_len)
+
+    def _renew_state(self) -> None:
+        """Replace the state; the old one goes first, memory may not hold both."""
+        for array in jax.tree.leaves(self.state):
+            if not array.is_deleted():
+                array.delete()
+        self.state = self._new_state()
 
     def _new_state(self) -> DeviceState:
         model = self.step_model

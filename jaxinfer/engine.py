@@ -12,17 +12,17 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from jaxinfer.config import engine_config
-from jaxinfer.errors import CapacityError, InvalidRequest
+from jaxinfer.errors import CapacityError, InvalidRequest, JaxinferError
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.outputs import RequestState
 from jaxinfer.progress import console_progress
-from jaxinfer.scheduler.sequence import Update
-from jaxinfer.types import Request, RequestOutput, SamplingParams
+from jaxinfer.scheduler.sequence import Sequence, Update
+from jaxinfer.types import FinishReason, Request, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +30,28 @@ log = logging.getLogger(__name__)
 class _Stream:
     """Updates of one client request, on their way to its event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = name
         self.loop = loop
-        self.pending: list[Update] = []
-        self.ready = asyncio.Event()
+        self._pending: list[Update] = []
+        self._refusal: JaxinferError | None = None
+        self._ready = asyncio.Event()
 
     def put(self, update: Update) -> None:
-        self.pending.append(update)
-        self.ready.set()
+        self._pending.append(update)
+        self._ready.set()
+
+    def refuse(self, error: JaxinferError) -> None:
+        """The engine could not take the request."""
+        self._refusal = error
+        self._ready.set()
 
     async def take(self) -> list[Update]:
-        await self.ready.wait()
-        self.ready.clear()
-        taken, self.pending = self.pending, []
+        await self._ready.wait()
+        self._ready.clear()
+        if self._refusal is not None:
+            raise self._refusal
+        taken, self._pending = self._pending, []
         return taken
 
 
@@ -65,8 +74,9 @@ class Engine:
         self.inputs = model.inputs(self.core)
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # by Request id; touched by the engine thread only
-        self._active: dict[str, RequestState] = {}  # by client request id
+        # What runs, by Request id; changed by the engine thread only.
+        self._streams: dict[str, tuple[_Stream, Sequence]] = {}
+        self._active: dict[str, tuple[RequestState, _Stream]] = {}  # by client request id
         self._draining = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
@@ -90,14 +100,12 @@ class Engine:
         """
         if self._draining or self._closed:
             raise CapacityError("the engine is draining and takes no new requests")
-        name = request_id or f"request-{next(self._ids)}"
-        if name in self._active:
-            raise InvalidRequest(f"request_id={name!r} is already running; choose another")
+        name = self._name(request_id)
         checked = self.inputs.prompt(prompt)
         requests = self.inputs.requests(
             name,
             checked,
-            sampling_params or SamplingParams(),
+            SamplingParams() if sampling_params is None else sampling_params,
             priority=priority,
             timeout=timeout,
             cache_salt=cache_salt,
@@ -106,33 +114,38 @@ class Engine:
         for request in requests:
             self.core.scheduler.check_fits(request)
         state = RequestState(name, checked, requests, self.model.tokenizer)
-        stream = _Stream(asyncio.get_running_loop())
-        self._active[name] = state
+        stream = _Stream(name, asyncio.get_running_loop())
+        self._active[name] = (state, stream)
         self._inbox.put(lambda: self._submit(requests, stream))
         try:
+            if self._closed:  # by another thread, after the check above: nobody may read the inbox
+                raise CapacityError("the engine is closed and takes no new requests")
             while not state.finished:
                 for update in await stream.take():
                     stopped = state.apply(update)
                     if stopped is not None:
-                        self._inbox.put(lambda rid=stopped: self._finish(rid))
+                        self._end(stopped, stream, FinishReason.STOP)
                 yield state.output()
         finally:
             self._active.pop(name, None)
             for rid in state.unfinished_ids():
-                self._inbox.put(lambda rid=rid: self._abort(rid))
+                self._end(rid, stream, FinishReason.ABORT)
 
     async def abort(self, request_id: str) -> bool:
         """End a client request; its stream yields finish_reason "abort". False if it isn't running."""
-        state = self._active.get(request_id)
-        if state is None:
+        if request_id not in self._active:
             return False
+        state, stream = self._active[request_id]
         for rid in state.unfinished_ids():
-            self._inbox.put(lambda rid=rid: self._abort(rid))
+            self._end(rid, stream, FinishReason.ABORT)
         return True
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; safe to call from any thread."""
-        return self.core.stats() | {"active_requests": len(self._active), "draining": self._draining}
+        return self.core.stats() | {
+            "active_requests": len(self._active),
+            "draining": self._draining,
+        }
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the running ones; True if all ended in time.
@@ -141,14 +154,40 @@ class Engine:
         """
         self._draining = True
         end = None if timeout is None else time.monotonic() + timeout
-        while self._active and (end is None or time.monotonic() < end):
+        while await self._is_busy():
+            if end is not None and time.monotonic() >= end:
+                for name in list(self._active):
+                    await self.abort(name)
+                await self._is_busy()
+                return False
             await asyncio.sleep(0.01)
-        complete = not self._active
-        for name in list(self._active):
-            await self.abort(name)
-        while self._active:
-            await asyncio.sleep(0.01)
-        return complete
+        return True
+
+    async def _is_busy(self) -> bool:
+        """Whether requests run, once the engine thread has done all that it was told so far."""
+        if self._closed:
+            return False
+        answer: Future[bool] = Future()
+        self._inbox.put(lambda: answer.set_result(bool(self._streams)))
+        return await asyncio.wrap_future(answer)
+
+    def _end(self, request_id: str, stream: _Stream, reason: FinishReason) -> None:
+        """Have the engine thread end a request of `stream`; another stream's of that name goes on."""
+
+        def end() -> None:
+            if self._streams.get(request_id, (None,))[0] is stream:
+                self._deliver(self.core.finish(request_id, reason))
+
+        self._inbox.put(end)
+
+    def _name(self, wanted: str | None) -> str:
+        if wanted is None:
+            return next(n for i in self._ids if (n := f"request-{i}") not in self._active)
+        if not isinstance(wanted, str) or not wanted:
+            raise InvalidRequest(f"request_id={wanted!r:.60} must be a string that is not empty")
+        if wanted in self._active:
+            raise InvalidRequest(f"request_id={wanted!r} is already running; choose another")
+        return wanted
 
     def close(self) -> None:
         """Stop the engine thread. Whatever still runs is aborted."""
@@ -160,15 +199,28 @@ class Engine:
     # --- engine thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._take_inbox():
-            try:
-                if self.core.has_work():
-                    self._deliver(self.core.step())
-            except Exception:
-                log.exception("the engine loop failed; its requests end with an error")
-                self._deliver(self.core.reset("the engine loop failed"))
-        for request_id in list(self._streams):
-            self._abort(request_id)
+        going = True
+        try:
+            while going:
+                try:
+                    going = self._take_inbox()
+                    if going and self.core.has_work():
+                        self._deliver(self.core.step())
+                except Exception:
+                    log.exception("the engine loop failed; its requests end with an error")
+                    self._reset()
+        finally:  # closed, or not even the reset worked
+            self._closed = True
+            self._inbox.put(None)
+            self._take_inbox()
+            for request_id in list(self._streams):
+                self._deliver(self.core.abort(request_id))
+
+    def _reset(self) -> None:
+        """End every stream, also those of which the failed round lost the outcome."""
+        sequences = [sequence for _, sequence in self._streams.values()]
+        self._deliver([Update(s, None, None, FinishReason.ERROR) for s in sequences])
+        self.core.reset()
 
     def _take_inbox(self) -> bool:
         """Do what coroutines asked for; waits for them when there is no work. False: close."""
@@ -185,33 +237,48 @@ class Engine:
 
     def _submit(self, requests: list[Request], stream: _Stream) -> None:
         for request in requests:
-            self._streams[request.request_id] = stream
-            self.core.submit(request)
-
-    def _finish(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self.core.finish(request_id)
-
-    def _abort(self, request_id: str) -> None:
-        self._deliver(self.core.abort(request_id))
+            try:
+                sequence = self.core.submit(request)
+            except JaxinferError as error:  # an id like "a/0" may be in use as a part of "a"
+                self._call(stream, stream.refuse, error)
+                return  # the client's side aborts the parts that were taken
+            self._streams[request.request_id] = (stream, sequence)
 
     def _deliver(self, updates: list[Update]) -> None:
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Update]]] = defaultdict(list)
+        batches: dict[_Stream, list[Update]] = {}
         for update in updates:
             request_id = update.sequence.request.request_id
-            stream = self._streams.get(request_id)
+            stream, _ = self._streams.get(request_id, (None, None))
             if stream is None:
                 continue
-            batches[stream.loop].append((stream, update))
+            batches.setdefault(stream, []).append(update)
             if update.finish_reason is not None:
                 del self._streams[request_id]
-        for loop, batch in batches.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, batch)
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, list[Update]]]] = {}
+        for stream, batch in batches.items():
+            loops.setdefault(stream.loop, []).append((stream, batch))
+        for streams in loops.values():
+            self._call(streams[0][0], _put_all, streams)
+
+    def _call(self, stream: _Stream, function: Callable[..., None], *args: Any) -> None:
+        """Run a function in a stream's event loop; if that is closed, its requests end."""
+        try:
+            stream.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not stream.loop.is_closed():
+                raise
+            self._forget(stream.loop)
+
+    def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nobody can read the streams of a closed event loop any more."""
+        orphans = {rid: stream for rid, (stream, _) in self._streams.items() if stream.loop is loop}
+        for request_id, stream in orphans.items():
+            del self._streams[request_id]
+            self.core.abort(request_id)
+            self._active.pop(stream.name, None)
 
 
-def _put_all(batch: list[tuple[_Stream, Update]]) -> None:
-    for stream, update in batch:
-        stream.put(update)
-
-
+def _put_all(batch: list[tuple[_Stream, list[Update]]]) -> None:
+    for stream, updates in batch:
+        for update in updates:
+            stream.put(update)

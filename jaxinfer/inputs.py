@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,9 @@ class InputProcessor:
             prompt = self._from_mapping(prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise InvalidRequest("prompt is text, but the model has no tokenizer; send prompt_token_ids")
+                raise InvalidRequest(
+                    "prompt is text, but the model has no tokenizer; send prompt_token_ids"
+                )
             ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._checked_ids(ids))
         if isinstance(prompt, (list, tuple)):
@@ -102,9 +105,11 @@ class InputProcessor:
         use_prefix_cache: bool = True,
     ) -> list[Request]:
         """One Request for each of the n outputs; ids are `request_id` plus "/index" when n > 1."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params={params!r:.60} must be SamplingParams")
         params.check_against(self._model.vocab_size)
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequest(f"timeout={timeout!r} must be a positive number of seconds")
+        self._check_masks(params)
+        _check_options(priority, timeout, cache_salt)
         max_tokens = self._max_tokens(len(prompt.token_ids), params)
         now = time.monotonic()
         stops = frozenset(params.stop_token_ids or ())
@@ -112,7 +117,7 @@ class InputProcessor:
         seed = self._seed(params)
         namespace: tuple[object, ...] = (cache_salt or "",)
         if self._model.length_dependent_rope:
-            namespace += (len(prompt.token_ids),)
+            namespace += (self._model.rope_key(len(prompt.token_ids)),)
         return [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{i}",
@@ -132,6 +137,16 @@ class InputProcessor:
             )
             for i in range(params.n)
         ]
+
+    def _check_masks(self, params: SamplingParams) -> None:
+        """min_tokens bans what would stop the output; something must be left to draw."""
+        allowed = params.allowed_token_ids
+        banned = self._eos_ids | frozenset(params.stop_token_ids or ())
+        if params.min_tokens and allowed is not None and banned.issuperset(allowed):
+            raise InvalidRequest(
+                f"min_tokens={params.min_tokens} bans every id of allowed_token_ids={list(allowed)!r:.60}: "
+                "all of them stop the output; allow another id or set min_tokens=0"
+            )
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = self._max_model_len - prompt_tokens
@@ -154,6 +169,16 @@ class InputProcessor:
             return params.seed
         self._count += 1
         return _derived_seed(self._engine_seed, self._count)
+
+
+def _check_options(priority: object, timeout: object, cache_salt: object) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequest(f"priority={priority!r} must be an integer (lower runs first)")
+    seconds = timeout if isinstance(timeout, (int, float)) else 0
+    if timeout is not None and (isinstance(timeout, bool) or not seconds > 0):
+        raise InvalidRequest(f"timeout={timeout!r} must be a positive number of seconds")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidRequest(f"cache_salt={cache_salt!r:.60} must be a string")
 
 
 def _derived_seed(seed: int, index: int) -> int:

@@ -9,7 +9,8 @@ Drives an EngineCore in the calling thread. Not thread-safe; for streams and ser
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +100,9 @@ class LLM:
         runs) if any prompt or parameter is out of range, CapacityError if one can never fit.
         """
         items = _as_list(prompts)
-        return self._run([self._inputs.prompt(p) for p in items], sampling_params, use_tqdm, priority)
+        return self._run(
+            [self._inputs.prompt(p) for p in items], sampling_params, use_tqdm, priority
+        )
 
     def chat(
         self,
@@ -145,7 +148,9 @@ class LLM:
         if continuations is None:
             fulls, starts = heads, [0] * len(heads)
         else:
-            tails = [self._inputs.prompt(c, add_special_tokens=False) for c in _as_list(continuations)]
+            tails = [
+                self._inputs.prompt(c, add_special_tokens=False) for c in _as_list(continuations)
+            ]
             if len(tails) != len(heads):
                 raise InvalidRequest(
                     f"continuations has {len(tails)} entries for {len(heads)} prompts; give one for each"
@@ -163,7 +168,9 @@ class LLM:
         chosen = self._params_for(len(prompts), params)
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
-            raise InvalidRequest(f"priority has {len(priorities)} entries for {len(prompts)} prompts")
+            raise InvalidRequest(
+                f"priority has {len(priorities)} entries for {len(prompts)} prompts"
+            )
         states = []
         for prompt, one, rank in zip(prompts, chosen, priorities, strict=True):
             name = str(next(self._ids))
@@ -174,11 +181,7 @@ class LLM:
         try:
             self._drive(states, show)
         except BaseException:
-            for state in states:
-                for request_id in state.unfinished_ids():
-                    self.core.abort(request_id)
-            while self.core.has_work():
-                self.core.step()
+            self.core.reset()  # an error or Ctrl-C may have cut a round in the middle
             raise
         return [state.output() for state in states]
 
@@ -203,6 +206,10 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, (list, tuple)):
+            raise InvalidRequest(
+                f"sampling_params={params!r:.60} must be SamplingParams, or a list with one for each prompt"
+            )
         if len(params) != count:
             raise InvalidRequest(f"sampling_params has {len(params)} entries for {count} prompts")
         return list(params)
@@ -225,7 +232,9 @@ def _as_list(prompts: Any) -> list[Any]:
         if prompts and all(isinstance(p, int) for p in prompts):
             return [prompts]
         return list(prompts)
-    raise InvalidRequest(f"prompts={prompts!r:.60} must be text, token ids, a dict, or a list of those")
+    raise InvalidRequest(
+        f"prompts={prompts!r:.60} must be text, token ids, a dict, or a list of those"
+    )
 
 
 def _score(output: RequestOutput, start: int) -> ScoreOutput:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-
-import numpy as np
+from dataclasses import replace
 
 from jaxinfer.inputs import Prompt
 from jaxinfer.scheduler.plan import Score
@@ -26,8 +25,6 @@ from jaxinfer.types import (
     SamplingParams,
     clamp_logprob,
 )
-
-
 
 
 class RequestState:
@@ -52,10 +49,10 @@ class RequestState:
         self._tokenizer = tokenizer
         self._index = {request.request_id: i for i, request in enumerate(requests)}
         self.outputs = [CompletionOutput(i) for i in range(len(requests))]
-        text = tokenizer is not None and self.params.detokenize
-        self._texts = [
-            OutputText(tokenizer, self.params, prompt.token_ids) if text else None for _ in requests
-        ]
+        self._texts: list[OutputText | None] = [None] * len(requests)
+        if tokenizer is not None and self.params.detokenize:
+            ids = prompt.token_ids
+            self._texts = [OutputText(tokenizer, self.params, ids) for _ in requests]
         if self.params.logprobs is not None:
             for output in self.outputs:
                 output.logprobs, output.cumulative_logprob = [], 0.0
@@ -101,7 +98,7 @@ class RequestState:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = sequence.metrics.first_scheduled_time
         if metrics.first_token_time is None and update.token is not None:
-            metrics.first_token_time = time.monotonic()
+            metrics.first_token_time = sequence.metrics.first_token_time
 
     def _take_token(self, index: int, update: Update) -> bool:
         """Append a token; True if it completed a stop string."""
@@ -130,7 +127,8 @@ class RequestState:
         if text is not None:
             rest = text.finish()
             output.text += rest.text
-            output.stop_reason = output.stop_reason if rest.stop is None else rest.stop
+            if rest.stop is not None and reason is FinishReason.LENGTH:  # in the last, held text
+                output.stop_reason, reason = rest.stop, FinishReason.STOP
         output.finish_reason = str(reason)
         if reason is FinishReason.ERROR:
             self.error = "the model yielded logits that are not finite, or its step failed"
@@ -175,7 +173,7 @@ class RequestState:
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.cached_tokens,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
             error=self.error,
         )
 

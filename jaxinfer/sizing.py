@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.config import EngineConfig
@@ -27,9 +28,7 @@ class PoolSizes:
     max_model_len: int
 
 
-def size_pools(
-    config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec, ...]
-) -> PoolSizes:
+def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec, ...]) -> PoolSizes:
     """Pages for every spec. Raises CapacityError when one sequence of max_model_len does not fit."""
     limit = model.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -72,9 +71,7 @@ def _kind_pages(config: EngineConfig, spec: CacheSpec, pages: int, max_len: int)
     return min(pages, 2 * per_row * config.rows + 1) if pages > per_row else per_row + 1
 
 
-def _pages_for(
-    config: EngineConfig, specs: tuple[CacheSpec, ...], max_len: int
-) -> tuple[int, str]:
+def _pages_for(config: EngineConfig, specs: tuple[CacheSpec, ...], max_len: int) -> tuple[int, str]:
     """Pages that a share of the free memory holds, at most what the rows could ever use."""
     per_page = config.page_size * sum(s.bytes_per_token() for s in specs)
     free, where = free_memory()
@@ -96,13 +93,30 @@ def free_memory() -> tuple[int, str]:
     import jax
 
     device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0), "device"
+    if device.platform != "cpu":
+        return _device_memory(device), "device"
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable"):
                 return int(line.split()[1]) * 1024, "host"
-    log.warning("free memory cannot be read; assuming %d MiB (set num_pages)", FALLBACK_MEMORY >> 20)
-    return FALLBACK_MEMORY, "host"
+    return _fallback("host"), "host"
+
+
+def _device_memory(device: Any) -> int:
+    """Free bytes of an accelerator; not every backend can say."""
+    import jax
+
+    try:
+        stats = device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        stats = {}
+    if "bytes_limit" not in stats:
+        return _fallback(str(device))
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def _fallback(where: str) -> int:
+    size = FALLBACK_MEMORY >> 20
+    log.warning("free memory of %s cannot be read; assuming %d MiB (set num_pages)", where, size)
+    return FALLBACK_MEMORY

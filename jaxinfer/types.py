@@ -7,9 +7,12 @@ checks the rest (`check_against`) at submit, so nothing bad reaches the step loo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+import operator
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from jaxinfer.errors import InvalidRequest, check_range
 
@@ -21,6 +24,7 @@ MAX_TOKEN_LIST = 65536
 MAX_BIAS = 100.0
 GREEDY_TEMPERATURE = 1e-4
 LOGPROB_FLOOR = -9999.0
+BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 
 class FinishReason(StrEnum):
@@ -73,6 +77,9 @@ class SamplingParams:
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name))
+        for name in BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name}={getattr(self, name)!r} must be True or False")
         check_range("n", self.n, 1, MAX_N)
         check_range("temperature", _number("temperature", self.temperature), 0.0, 1e4)
         if self.top_k == -1:
@@ -81,10 +88,15 @@ class SamplingParams:
         check_range("top_p", _number("top_p", self.top_p), 0.0, 1.0)
         check_range("min_p", _number("min_p", self.min_p), 0.0, 1.0)
         check_range(
-            "repetition_penalty", _number("repetition_penalty", self.repetition_penalty), 0.01, 100.0
+            "repetition_penalty",
+            _number("repetition_penalty", self.repetition_penalty),
+            0.01,
+            100.0,
         )
         check_range("presence_penalty", _number("presence_penalty", self.presence_penalty), -2, 2)
-        check_range("frequency_penalty", _number("frequency_penalty", self.frequency_penalty), -2, 2)
+        check_range(
+            "frequency_penalty", _number("frequency_penalty", self.frequency_penalty), -2, 2
+        )
         check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
             check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
@@ -140,21 +152,38 @@ def _check_int(name: str, value: object) -> None:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(f"{name}={value!r} must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequest(
+            f"{name} is too large for a float; give a number below 1e308"
+        ) from None
+
+
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name}={value!r:.60} must be a list")
+    return tuple(value)
 
 
 def _stop_strings(stop: str | Seq[str] | None) -> tuple[str, ...]:
-    items = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    items = (stop,) if isinstance(stop, str) else _listed("stop", stop)
     if len(items) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(items)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        raise InvalidRequest(
+            f"stop has {len(items)} strings; at most {MAX_STOP_STRINGS} are allowed"
+        )
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
-            raise InvalidRequest(f"stop={item!r:.60} must be a string of 1 to {MAX_STOP_CHARS} characters")
+            raise InvalidRequest(
+                f"stop={item!r:.60} must be a string of 1 to {MAX_STOP_CHARS} characters"
+            )
     return items
 
 
 def _token_list(name: str, ids: Seq[int] | None) -> tuple[int, ...]:
-    items = tuple(ids or ())
+    items = _listed(name, ids)
     if len(items) > MAX_TOKEN_LIST:
         raise InvalidRequest(f"{name} has {len(items)} ids; at most {MAX_TOKEN_LIST} are allowed")
     for item in items:
@@ -163,14 +192,18 @@ def _token_list(name: str, ids: Seq[int] | None) -> tuple[int, ...]:
 
 
 def _bias(bias: Mapping[int, float] | None) -> dict[int, float]:
-    if not bias:
+    if bias is None:
         return {}
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias={bias!r:.60} must map token ids to numbers")
     if len(bias) > MAX_TOKEN_LIST:
-        raise InvalidRequest(f"logit_bias has {len(bias)} entries; at most {MAX_TOKEN_LIST} are allowed")
+        raise InvalidRequest(
+            f"logit_bias has {len(bias)} entries; at most {MAX_TOKEN_LIST} are allowed"
+        )
     out = {}
     for key, value in bias.items():
         try:
-            token = int(key)
+            token = int(key) if isinstance(key, str) else operator.index(key)
         except (TypeError, ValueError):
             raise InvalidRequest(f"logit_bias key {key!r} must be a token id") from None
         check_range(f"logit_bias[{token}]", _number("logit_bias", value), -MAX_BIAS, MAX_BIAS)

@@ -12,12 +12,13 @@ import logging
 import platform
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfer.errors import CapacityError
 from jaxinfer.layout import StepShape
@@ -30,27 +31,29 @@ DEFAULT_CACHE = Path.home() / ".cache" / "jaxinfer" / "xla"
 
 
 def enable_compile_cache(folder: str | None) -> Path | None:
-    """Switch on JAX's persistent compilation cache; "" leaves it off, None is the default folder.
+    """Switch on JAX's persistent compilation cache; None is the default folder, "" switches it off.
 
     The folder's name has the versions, backend and CPU features in it, so that an executable is
     never read by a machine or a version that did not make it. A bad entry only costs a compilation.
     """
-    if folder == "":
-        return None
-    root = Path(folder) if folder else DEFAULT_CACHE
-    path = root / _fingerprint()
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    path = None if folder == "" else (Path(folder) if folder else DEFAULT_CACHE) / _fingerprint()
+    wanted = None if path is None else str(path)
+    if jax.config.jax_compilation_cache_dir != wanted:
+        compilation_cache.reset_cache()  # JAX keeps the folder that it opened first
+        jax.config.update("jax_compilation_cache_dir", wanted)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
 
 
 def _fingerprint() -> str:
-    parts = [jax.__version__, jaxlib.__version__, jax.default_backend(), platform.machine()]
+    parts = [jax.__version__, version("jaxlib"), jax.default_backend(), platform.machine()]
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
-        parts += sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
+        parts += sorted(
+            {line for line in lines if line.startswith(("flags", "model name", "Features"))}
+        )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -58,7 +61,12 @@ class Executables:
     """step and load for every rung, compiled on first use or by `warm_up`."""
 
     def __init__(
-        self, model: StepModel, ladder: list[StepShape], params: Any, state: DeviceState, strict: bool
+        self,
+        model: StepModel,
+        ladder: list[StepShape],
+        params: Any,
+        state: DeviceState,
+        strict: bool,
     ) -> None:
         self.model = model
         self.ladder = ladder
@@ -102,7 +110,9 @@ class Executables:
 
     def _compile(self, function: Callable, args: tuple, size: int, donate: int) -> Any:
         if self.warm and self._strict:
-            raise CapacityError(f"{function} would compile after warm-up; the ladder is {self.ladder}")
+            raise CapacityError(
+                f"{function} would compile after warm-up; the ladder is {self.ladder}"
+            )
         start = time.perf_counter()
         buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
         compiled = jax.jit(function, donate_argnums=donate).lower(*args, buffer).compile()

@@ -8,7 +8,7 @@ Pure: they know nothing of requests. `state` is donated; `result` is one int32 b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,8 @@ def step(
     drawn = sample(logits, state, view.rows)
     slots = jnp.where(view.rows.flag(RowFlag.SAMPLE), view.rows[RowField.SLOT], 0)
     token = jnp.maximum(drawn.tokens, 0)
-    state = state.replace(
+    state = replace(
+        state,
         caches=caches,
         last_token=state.last_token.at[slots].set(token),
         counts=state.counts.at[slots, token].add(1),
@@ -135,7 +136,7 @@ def load(state: DeviceState, buffer: jax.Array) -> DeviceState:
         return counts, jax.lax.dynamic_update_slice(bias, row, start)
 
     counts, bias = jax.lax.fori_loop(0, buffer[0], reset, (state.counts, state.bias))
-    return state.replace(**_enter(counts, bias, entries))
+    return replace(state, **_enter(counts, bias, entries))
 
 
 def _enter(counts: jax.Array, bias: jax.Array, entries: jax.Array) -> dict[str, jax.Array]:

@@ -23,7 +23,9 @@ BLOCK_FIELDS = 3
 
 def buffer_size(shape: StepShape, layout: RecordLayout) -> int:
     """int32 elements of a packed step."""
-    return HEADER + shape.sample_rows * layout.width + shape.blocks * (BLOCK_FIELDS + 2 * shape.block)
+    return (
+        HEADER + shape.sample_rows * layout.width + shape.blocks * (BLOCK_FIELDS + 2 * shape.block)
+    )
 
 
 def pack_step(plan: StepPlan, layout: RecordLayout) -> np.ndarray:

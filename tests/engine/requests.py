@@ -1,11 +1,17 @@
-"""The mixed requests that the equality tests run under every configuration."""
+"""Requests that the engine's tests send, and short ways to send them."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
+
+import numpy as np
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.types import RequestOutput
+
+PROMPT = [5, 5, 5, 9]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 Item = tuple[list[int], SamplingParams]
 
@@ -50,5 +56,15 @@ def run(llm: LLM, items: list[Item]) -> list[list[int]]:
     return [ids(output) for output in outputs]
 
 
-def ids(output: RequestOutput) -> list[int]:
-    return output.outputs[0].token_ids
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+
+
+def ask(llm: LLM, prompt: Any, **params: Any) -> RequestOutput:
+    if isinstance(prompt, list):
+        prompt = {"prompt_token_ids": prompt}
+    return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0]
+
+
+def ids(output: RequestOutput, index: int = 0) -> list[int]:
+    return output.outputs[index].token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from jaxinfer import LLM, load
 from jaxinfer.loading import LoadedModel
 from tests.engine.requests import Item, mixed_requests, run
 
-COMMON = {"max_model_len": 256, "max_num_seqs": 16, "progress": False}
+COMMON: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "progress": False}
 
 
 @pytest.fixture(scope="module")

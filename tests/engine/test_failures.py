@@ -1,0 +1,131 @@
+"""A step that fails ends its own requests with an error; the others and the next ones never notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.loading import LoadedModel
+from tests.engine.conftest import SMALL
+from tests.engine.requests import GREEDY, PROMPT, ask, ids, tokens
+
+
+class Failing:
+    """Stands in for core.executables: the call number `at` of `kind` raises."""
+
+    def __init__(self, core: Any, kind: str, at: int, error: Exception) -> None:
+        self._real, self._kind, self._error = core.executables, kind, error
+        self._left = at
+        core.executables = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, shape: Any) -> Any:
+        return self._wrap("step", self._real.step(shape))
+
+    def load(self) -> Any:
+        return self._wrap("load", self._real.load())
+
+    def _wrap(self, kind: str, run: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if kind == self._kind:
+                self._left -= 1
+                if self._left == 0:
+                    raise self._error
+            return run(*args)
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: LoadedModel) -> dict[bool, LLM]:
+    """By overlap. They outlive every failure that follows."""
+    return {overlap: LLM(tiny_model, **SMALL, overlap=overlap) for overlap in (True, False)}
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
+def injected(engines: dict[bool, LLM], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    core = engines[request.param].core
+    core.scheduler.clear_prefix_cache()
+    real = core.executables
+    yield engines[request.param]
+    core.executables = real
+
+
+def failure() -> Exception:
+    return jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+
+@pytest.mark.parametrize(("kind", "at"), [("step", 1), ("step", 4), ("load", 1)])
+def test_a_failing_executable(injected, llm, kind, at):
+    """Six requests on four slots: those that wait give their solo tokens after the failure."""
+    params = [
+        SamplingParams(
+            max_tokens=9, repetition_penalty=1.2 if kind == "load" and i < 2 else 1.0, **GREEDY
+        )
+        for i in range(6)
+    ]
+    prompts = [{"prompt_token_ids": tokens(9 + i, seed=i)} for i in range(6)]
+    failed = injected.core.stats()["failed_steps"]
+    Failing(injected.core, kind, at, failure())
+    outputs = injected.generate(prompts, params, use_tqdm=False)
+    reasons = [o.outputs[0].finish_reason for o in outputs]
+    assert "error" in reasons and reasons[4:] == ["length", "length"]
+    if kind == "load":
+        assert reasons == ["error"] * 2 + ["length"] * 4
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        if output.outputs[0].finish_reason == "error":
+            assert "step failed" in (output.error or "")
+        else:
+            assert ids(output) == ids(llm.generate(prompt, one, use_tqdm=False)[0])
+    injected.core.check()
+    assert injected.core.stats()["failed_steps"] == failed + 1
+    assert ids(ask(injected, PROMPT, max_tokens=5, **GREEDY)) == ids(
+        ask(llm, PROMPT, max_tokens=5, **GREEDY)
+    )
+
+
+def test_what_python_raises_comes_out_and_the_next_call_works(injected, llm):
+    """An interrupt, or a fault in host code: generate() raises it and leaves nothing behind."""
+    real = injected.core.executables
+    for error in (KeyboardInterrupt(), TypeError("injected")):
+        Failing(injected.core, "step", 2, error)  # type: ignore[arg-type]
+        with pytest.raises(type(error)):
+            injected.generate([tokens(20)] * 6, SamplingParams(max_tokens=9), use_tqdm=False)
+        injected.core.executables = real
+        assert not injected.core.has_work()
+        injected.core.check()
+        assert ids(ask(injected, PROMPT, max_tokens=5, **GREEDY)) == ids(
+            ask(llm, PROMPT, max_tokens=5, **GREEDY)
+        )
+
+
+def test_reset_ends_everything(injected):
+    core = injected.core
+    inputs = injected.model.inputs(core)
+    for i in range(6):
+        params = SamplingParams(max_tokens=30, **GREEDY)
+        (request,) = inputs.requests(f"r{i}", inputs.prompt(tokens(9, i)), params)
+        core.submit(request)
+    for _ in range(4):
+        core.step()
+    old = jax.tree.leaves(core.state)
+    updates = core.reset()
+    assert [u.sequence.request.request_id for u in updates] == [f"r{i}" for i in range(6)]
+    assert all(u.finish_reason == "error" for u in updates)
+    assert all(array.is_deleted() for array in old), "memory may not hold two states"
+    assert not core.has_work()
+    core.check()
+
+
+def test_host_time_is_without_compilation(tiny_model):
+    llm = LLM(tiny_model, **SMALL)
+    ask(llm, PROMPT, max_tokens=5, **GREEDY)
+    stats = llm.core.stats()
+    assert stats["compile_seconds"] > 0.0
+    assert 0.0 < stats["host_seconds"] < 0.5 * stats["compile_seconds"]
