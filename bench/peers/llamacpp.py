@@ -14,7 +14,8 @@ if library.peer_load(args.model.encode(), args.threads):
 
 def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
     rows, length = len(prompts), len(prompts[0])
-    room = max(args.ctx + args.gen, args.prompt_len + 1 if rows == 1 else 0)
+    # One context serves every call with this many rows; single rows also see the prompt and the question.
+    room = max(length + count, args.ctx + args.gen, args.prompt_len + 1 if rows == 1 else 0)
     flat = (ctypes.c_int32 * (rows * length))(*(token for row in prompts for token in row))
     out = (ctypes.c_int32 * (rows * count))()
     status = library.peer_generate(rows, length, room, flat, count, out)
