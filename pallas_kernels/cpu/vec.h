@@ -35,7 +35,6 @@ constexpr int64_t kTileN = kTileV * kLanes;
 
 INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 INLINE void store(float* p, vf v) { *reinterpret_cast<vf_any*>(p) = v; }
-INLINE vf splat(float x) { return vf{} + x; }
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -48,6 +47,13 @@ struct MakeSeq<0, I...> {
   using type = Seq<I...>;
 };
 using Lanes = MakeSeq<kLanes>::type;
+
+// Not vf{} + x: that addition is kept (it turns -0 into 0) and costs a step in every inner loop.
+template <int... I>
+INLINE vf splat(float x, Seq<I...>) {
+  return vf{(static_cast<void>(I), x)...};
+}
+INLINE vf splat(float x) { return splat(x, Lanes{}); }
 
 template <int... I>
 INLINE vf zip_low(vf a, vf b, Seq<I...>) {
