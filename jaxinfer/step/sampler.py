@@ -67,7 +67,7 @@ def token_logprobs(
     """Log-probability and rank of `tokens` i32[R] under f32[R, V] logits, and the 20 best."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    ranks = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=-1)
+    ranks = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
     k = min(MAX_LOGPROBS, logits.shape[-1])
     top, ids = jax.lax.top_k(logits, k)
     pad = ((0, 0), (0, MAX_LOGPROBS - k))

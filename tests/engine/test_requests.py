@@ -14,7 +14,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams, load
 from jaxinfer.errors import CapacityError, InvalidRequest, JaxinferError
 from jaxinfer.llm import default_sampling_params
-from jaxinfer.loading import LoadedModel
+from jaxinfer.loading import LoadedModel, compute_dtype
 from jaxinfer.types import RequestOutput
 from tests.engine.conftest import SMALL
 from tests.engine.hand import next_logits
@@ -349,3 +349,13 @@ def test_not_a_number_ends_its_own_request(broken, llm):
         wanted = ask(llm, prompts[i], max_tokens=6, logit_bias={200: -100.0}, **GREEDY)
         assert ids(outputs[i]) == ids(wanted) and outputs[i].error is None
     other.core.check()
+
+
+def test_float16_for_a_bfloat16_model_warns(caplog):
+    """R-WLD-07."""
+    assert compute_dtype("float16", "bfloat16") == "float16"
+    assert "overflow" in caplog.text
+    caplog.clear()
+    assert compute_dtype("float16", "float16") == "float16"
+    assert compute_dtype("auto", "bfloat16") == "float32", "on the CPU"
+    assert not caplog.text
