@@ -33,7 +33,7 @@ _TARGETS = (
     "jaxinfer_rms_norm",
 )
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
 _BUILD_SECONDS = 300
 
 

@@ -19,16 +19,16 @@ constexpr float kLowest = -1e30f;  // a finite running maximum: exp(m - m) is 1,
 
 INLINE vf exp(vf x) {
   vf high = x > 88.0f ? splat(88.0f) : x;
-  vf n = (high * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounds to an integer
+  vf n = fma(high, splat(1.44269504f), splat(12582912.0f)) - 12582912.0f;  // an integer
   vf safe = n > -126.0f ? n : splat(-126.0f);
-  vf r = high - n * 0.693359375f + n * 2.12194440e-4f;
+  vf r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), high));
   vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
   vi bits = (__builtin_convertvector(safe, vi) + 127) << 23;
   vf power;
   std::memcpy(&power, &bits, sizeof(vf));

@@ -25,7 +25,7 @@ struct Dots {
       for (int v = 0; v < NR; ++v) {
         vf b = read(w + (j + v) * k + at);
 #pragma GCC unroll 32
-        for (int r = 0; r < MR; ++r) sum[r * NR + v] += a[r] * b;
+        for (int r = 0; r < MR; ++r) sum[r * NR + v] = fma(a[r], b, sum[r * NR + v]);
       }
     };
     int64_t at = 0, whole = k / kLanes * kLanes;

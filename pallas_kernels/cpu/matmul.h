@@ -39,7 +39,7 @@ void tile(int64_t depth, const float* x, int64_t ldx, const float* w, int64_t ld
     for (int m = 0; m < MR; ++m) {
       vf a = splat(x[m * ldx + k]);
 #pragma GCC unroll 24
-      for (int v = 0; v < NV; ++v) sum[m][v] += a * b[v];
+      for (int v = 0; v < NV; ++v) sum[m][v] = fma(a, b[v], sum[m][v]);
     }
   };
   int64_t k = 0;
@@ -79,7 +79,7 @@ INLINE void stream_tile(const float* x, int64_t ldx, const float* w, int64_t ldw
     for (int m = 0; m < MR; ++m) {
       vf a = splat(x[m * ldx + r]);
 #pragma GCC unroll 24
-      for (int v = 0; v < NV; ++v) sum[m][v] += a * b[v];
+      for (int v = 0; v < NV; ++v) sum[m][v] = fma(a, b[v], sum[m][v]);
     }
   }
 #pragma GCC unroll 24
@@ -105,18 +105,17 @@ struct Matmul {
   void panel(const float* from, int64_t ldw, int64_t k0, int64_t depth, float* c, int64_t ldc,
              const float* next) const {
     int64_t tiles = (m + MR - 1) / MR, part = (depth + tiles - 1) / tiles;
-    for (int64_t t = 0, i = 0; i < m; ++t) {
+    int64_t high = m - tiles * (MR - 1);  // so many tiles of MR rows, then tiles of one row less
+    for (int64_t t = 0, i = 0; t < tiles; ++t) {
       const float* xi = x + i * k + k0;
       Ahead ahead{next ? next + t * part * n : nullptr, n, tiles};
-      if (m - i >= MR) {
+      constexpr int low = MR > 1 ? MR - 1 : 1;
+      if (t < high) {
         tile<MR, NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
         i += MR;
-      } else if (MR > 1 && m - i == MR - 1) {
-        tile<(MR > 1 ? MR - 1 : 1), NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
-        i += MR - 1;
       } else {
-        tile<1, NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
-        i += 1;
+        tile<low, NV>(depth, xi, k, from, ldw, c + i * ldc, ldc, k0 == 0, ahead);
+        i += low;
       }
     }
   }
@@ -168,10 +167,13 @@ struct Matmul {
 
   template <int MR>
   void columns(int64_t j, int64_t end) const {
+    bool few = false;
     if constexpr (MR <= kStreamed) {
-      if constexpr (MR == 3) j = streamed<MR, 16, 2>(j, end);
-      j = streamed<MR, (MR == 1 ? 8 : 16), 1>(j, end);
-    } else {
+      few = m == MR;
+      if (few && MR == 3) j = streamed<MR, 16, 2>(j, end);
+      if (few) j = streamed<MR, (MR == 1 ? 8 : 16), 1>(j, end);
+    }
+    if (!few) {
       j = direct<MR, width_for(MR)>(j, end);
       if constexpr (width_for(MR) > kTileV) j = direct<MR, kTileV>(j, end);
       j = direct<MR, 1>(j, end);

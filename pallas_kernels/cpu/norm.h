@@ -22,7 +22,7 @@ struct RmsNorm {
     for (; d + 4 * kLanes <= dim; d += 4 * kLanes)
       for (int u = 0; u < 4; ++u) {
         vf a = load(from + d + u * kLanes);
-        squares[u] += a * a;
+        squares[u] = fma(a, a, squares[u]);
       }
     float rest = 0.0f;
     for (int64_t r = d; r < dim; ++r) rest += from[r] * from[r];

@@ -6,6 +6,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #if defined(__AVX512F__)
 #define VEC_BYTES 64
 constexpr int kTileM = 8, kTileV = 3;  // 24 of 32 registers hold sums
@@ -35,6 +41,19 @@ constexpr int64_t kTileN = kTileV * kLanes;
 
 INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 INLINE void store(float* p, vf v) { *reinterpret_cast<vf_any*>(p) = v; }
+// a * b + c. By name, and with the compiler's own contraction off: compilers fuse in one tile shape and not
+// in another, and then a row's result would depend on the batch.
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__) && defined(__AVX__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

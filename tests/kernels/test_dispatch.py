@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -75,17 +74,20 @@ def test_other_dtypes_are_counted(native_kernels, fresh, caplog):
     assert "float32, not bfloat16" in caplog.text
 
 
-def test_a_library_is_built_once_for_a_compiler_and_cpu(native_kernels, fresh, tmp_path):
-    compiler = native.find_compiler()
-    first = native._build(compiler, tmp_path)
-    stamp = first.stat().st_mtime_ns
-    assert native._build(compiler, tmp_path) == first
-    assert first.stat().st_mtime_ns == stamp
+def test_a_library_is_built_once_for_a_compiler_and_cpu(fresh, tmp_path):
+    compiler, folder = tmp_path / "g++", tmp_path / "kernels"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\n'
+        f'echo run >> {tmp_path}/runs\nfor last; do :; done\necho built > "$last"\n'
+    )
+    compiler.chmod(0o755)
+    first = native._build(str(compiler), folder)
+    assert native._build(str(compiler), folder) == first
+    assert (tmp_path / "runs").read_text() == "run\n"
+    assert first.read_text() == "built\n"
+    assert list(folder.iterdir()) == [first]
     fresh.setattr(native, "_cpu", lambda: "another CPU")
-    other = native._key([compiler])
-    fresh.undo()
-    assert other != native._key([compiler])
-    assert [p.name for p in Path(tmp_path).iterdir()] == [first.name]
+    assert native._build(str(compiler), folder) != first
 
 
 def test_doctor_is_told_where_the_library_is(native_kernels):
