@@ -72,14 +72,7 @@ class SamplingParams:
             raise InvalidRequest(
                 f"best_of={self.best_of!r} is not supported; use n and choose among the outputs"
             )
-        for name in ("n", "top_k", "min_tokens"):
-            _check_int(name, getattr(self, name))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name))
-        for name in BOOLEANS:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name}={getattr(self, name)!r} must be True or False")
+        self._check_types()
         check_range("n", self.n, 1, MAX_N)
         check_range("temperature", _number("temperature", self.temperature), 0.0, 1e4)
         if self.top_k == -1:
@@ -120,6 +113,16 @@ class SamplingParams:
         set_(self, "logit_bias", _bias(self.logit_bias))
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids instead")
+
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            _check_int(name, getattr(self, name))
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name))
+        for name in BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name}={getattr(self, name)!r} must be True or False")
 
     @property
     def greedy(self) -> bool:

@@ -52,11 +52,12 @@ def test_tokens_equal_the_solo_run(model, items, solo, options) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_survive_preemption(model, items, solo, overlap) -> None:
-    options = COMMON | {"max_model_len": 100, "page_size": 4, "num_pages": 27}
-    llm = LLM(model, overlap=overlap, **options)
+    options: dict[str, Any] = {"max_model_len": 96, "page_size": 4, "num_pages": 25}
+    llm = LLM(model, overlap=overlap, **(COMMON | options))
     chosen = [i for i, (prompt, _) in enumerate(items) if len(prompt) < 50]
-    assert run(llm, [items[i] for i in chosen]) == [solo[i] for i in chosen]
-    assert llm.core.stats()["preemptions"] >= 20
+    for _ in range(2):
+        assert run(llm, [items[i] for i in chosen]) == [solo[i] for i in chosen]
+    assert llm.core.stats()["preemptions"] >= 20, llm.core.stats()["preemptions"]
 
 
 def test_a_step_is_one_dispatch_and_one_copy_each_way(model, items) -> None:
