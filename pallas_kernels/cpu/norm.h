@@ -35,7 +35,7 @@ struct RmsNorm {
   }
 
   void run(ffi::ThreadPool& pool) const {
-    int64_t tasks = std::min(rows, tasks_for(pool, rows * dim, 1 << 15));
+    int64_t tasks = std::min(rows, tasks_for(pool, rows * dim, 1 << 14));
     if (rows * dim < 1 << 16) tasks = 1;  // shorter than waking another thread
     parallel(pool, tasks, [&](int64_t t) {
       for (int64_t i = rows * t / tasks; i < rows * (t + 1) / tasks; ++i) row(i);

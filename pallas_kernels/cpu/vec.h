@@ -37,6 +37,11 @@ typedef float vf_any __attribute__((vector_size(VEC_BYTES), aligned(4), may_alia
 constexpr int64_t kLanes = VEC_BYTES / 4;
 constexpr int64_t kTileN = kTileV * kLanes;
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
 #define INLINE inline __attribute__((always_inline))
 
 INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
@@ -76,11 +81,11 @@ INLINE vf splat(float x) { return splat(x, Lanes{}); }
 
 template <int... I>
 INLINE vf zip_low(vf a, vf b, Seq<I...>) {
-  return __builtin_shuffle(a, b, vi{(I / 2 + (I % 2) * int(kLanes))...});
+  return SHUFFLE(a, b, (I / 2 + (I % 2) * int(kLanes))...);
 }
 template <int... I>
 INLINE vf zip_high(vf a, vf b, Seq<I...>) {
-  return __builtin_shuffle(a, b, vi{(int(kLanes) / 2 + I / 2 + (I % 2) * int(kLanes))...});
+  return SHUFFLE(a, b, (int(kLanes) / 2 + I / 2 + (I % 2) * int(kLanes))...);
 }
 
 // r[i][j] becomes r[j][i]: log2(lanes) perfect shuffles.
@@ -113,7 +118,7 @@ INLINE vi lane_numbers(Seq<I...>) {
 }
 template <int S, int... I>
 INLINE vf turned(vf v, Seq<I...>) {
-  return __builtin_shuffle(v, vi{((I + S) % int(kLanes))...});
+  return SHUFFLE(v, v, ((I + S) % int(kLanes))...);
 }
 // The sum, or the maximum, of all lanes, by a fixed tree.
 template <int S = kLanes / 2>
