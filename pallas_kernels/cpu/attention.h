@@ -177,6 +177,7 @@ struct Attention {
     int64_t from = std::max(segment, oldest(t.pos)), to = std::min(segment + kSegment, last + 1);
     int64_t chunk = from / kChunk * kChunk;
     places(t, chunk, from, to, at);
+    for (int64_t i = 0; i < kChunk; ++i) fetch(at[i]);
     for (; chunk < to; chunk += kChunk, std::swap(at, next)) {
       places(t, chunk + kChunk, from, to, next);
       gather(at, next, kt, v);
