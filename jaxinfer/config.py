@@ -73,10 +73,16 @@ class EngineConfig:
         for name in ("max_model_len", "num_pages"):
             if getattr(self, name) is not None:
                 _int_in(name, getattr(self, name), 2, 2**31 - 1)
+        for name in ("enable_prefix_caching", "overlap", "strict_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.compile_cache is not None and not isinstance(self.compile_cache, str):
+            raise ConfigError(f'compile_cache={self.compile_cache!r} must be a folder, "" or None')
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size} must be a power of two in [1, 1024]")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"memory_fraction={self.memory_fraction} is outside (0, 1]")
+        share = self.memory_fraction
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"memory_fraction={share!r} must be a number in (0, 1]")
         if self.strict_compile and self.warmup != "eager":
             raise ConfigError("strict_compile=True needs warmup='eager'")
 
@@ -136,7 +142,11 @@ def engine_config(**options: object) -> EngineConfig:
         target = ALIASES.get(name, name)
         if target not in known:
             near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known options: {', '.join(sorted(known))}"
+            hint = (
+                f"; did you mean {near[0]}?"
+                if near
+                else f"; known options: {', '.join(sorted(known))}"
+            )
             raise ConfigError(f"unknown engine option {name}={value!r}{hint}")
         if target in resolved:
             raise ConfigError(f"engine option {target} is given twice (once as {name})")

@@ -1,0 +1,51 @@
+"""EngineConfig refuses what it cannot apply, by field and value; vLLM's names mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import ALIASES, EngineConfig, engine_config
+from jaxinfer.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int4"}, "dtype='int4'.*float32"),
+        ({"policy": "random"}, "policy='random'.*fcfs"),
+        ({"warmup": ["eager"]}, r"warmup=\['eager'\]"),
+        ({"page_size": 0}, r"page_size=0.*\[1, 1024\]"),
+        ({"page_size": 24}, "page_size=24.*power of two"),
+        ({"page_size": True}, "page_size=True"),
+        ({"num_pages": 1}, "num_pages=1"),
+        ({"max_model_len": 1.5}, "max_model_len=1.5"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens='many'"),
+        ({"memory_fraction": 0.0}, r"memory_fraction=0.0.*\(0, 1\]"),
+        ({"memory_fraction": float("nan")}, "memory_fraction=nan"),
+        ({"memory_fraction": "half"}, "memory_fraction='half'"),
+        ({"memory_fraction": True}, "memory_fraction=True"),
+        ({"overlap": "no"}, "overlap='no'"),
+        ({"enable_prefix_caching": 0}, "enable_prefix_caching=0"),
+        ({"strict_compile": 1}, "strict_compile=1"),
+        ({"strict_compile": True}, "strict_compile=True needs warmup='eager'"),
+        ({"compile_cache": 5}, "compile_cache=5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"page_sise": 16}, "page_sise=16; did you mean page_size"),
+        ({"block_size": 16, "page_size": 16}, "page_size is given twice"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_config(**options)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names_mean_the_same(alias: str) -> None:
+    values = {"page_size": 32, "num_pages": 9, "memory_fraction": 0.5, "overlap": False}
+    values |= {"policy": "lpm", "max_partial_prefills": 2, "long_prefill_threshold": 64}
+    name = ALIASES[alias]
+    assert engine_config(**{alias: values[name]}) == EngineConfig(**{name: values[name]})
