@@ -103,7 +103,7 @@ def compute_dtype(wanted: str, stored: str) -> str:
     return "float32" if jax.default_backend() == "cpu" else stored
 
 
-def chat_template(source: str, tokenizer: Tokenizer | None) -> ChatTemplate:
+def chat_template(source: str | dict[str, str], tokenizer: Tokenizer | None) -> ChatTemplate:
     """A template with the tokenizer's special tokens at hand."""
     names = tokenizer.special_tokens if tokenizer else {}
     return ChatTemplate(source, **names)

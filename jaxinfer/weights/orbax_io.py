@@ -104,7 +104,7 @@ def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:
     generation = checkpoint.generation_config | {"eos_token_id": special["eos_token_ids"]}
     _write_json(folder / "config.json", checkpoint.config)
     _write_json(folder / "generation_config.json", generation)
-    if checkpoint.chat_template is not None:
+    if isinstance(checkpoint.chat_template, str):  # named ones come along in tokenizer_config.json
         (folder / "chat_template.jinja").write_text(checkpoint.chat_template, "utf-8")
     if checkpoint.kind == "gguf":
         checkpoint.build_tokenizer().save(str(folder / "tokenizer.json"))

@@ -47,7 +47,7 @@ class Checkpoint:
         config: content of config.json (for GGUF derived from the metadata).
         generation_config: content of generation_config.json, or {}.
         tokenizer_json: path of tokenizer.json; None for GGUF.
-        chat_template: Jinja source of the default chat template, or None.
+        chat_template: Jinja source; or several by name, one of them "default"; or None.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Checkpoint:
         config: dict[str, Any],
         generation_config: dict[str, Any],
         tokenizer_facts: dict[str, Any],
-        chat_template: str | None,
+        chat_template: str | dict[str, str] | None,
         *,
         name: str = "",
         gguf_file: GGUFFile | None = None,
@@ -118,12 +118,14 @@ class Checkpoint:
         """
         facts = dict(self._facts)
         ids = set(facts.pop("eot_token_ids", ()))
-        for source in (self.config, self.generation_config):
+        text = self.config.get("text_config") or {}  # composite models may have the id there alone
+        for source in (self.config, text, self.generation_config):
             value = source.get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+            ids.update(value if isinstance(value, list) else [value])
         if facts["eos_token"] is not None and (self._gguf or self.tokenizer_json):
             ids.add(self._tokenizer.token_to_id(facts["eos_token"]))
-        return facts | {"eos_token_ids": sorted(ids - {None})}
+        # Some files write -1 (or null) for "none".
+        return facts | {"eos_token_ids": sorted(i for i in ids if isinstance(i, int) and i >= 0)}
 
     def load(
         self,
@@ -185,8 +187,11 @@ def open_gguf(path: Path, name: str = "") -> Checkpoint:
     from jaxinfer.weights.gguf_tokenizer import tokenizer_facts
 
     file = GGUFFile(path)
-    config = gguf_config(file)
-    facts = tokenizer_facts(file)
+    try:
+        config = gguf_config(file)
+        facts = tokenizer_facts(file)
+    except (TypeError, ArithmeticError, IndexError) as error:  # a key's value is of another type
+        raise WeightsError(f"GGUF file {path} has metadata of a wrong type: {error}") from error
     template = file.metadata.get("tokenizer.chat_template")
     return Checkpoint(path, "gguf", config, {}, facts, template, name=name, gguf_file=file)
 
@@ -232,8 +237,8 @@ def _token(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _chat_template(path: Path, tokenizer: dict[str, Any]) -> str | None:
-    """The template; a file of its own comes before tokenizer_config.json's entry."""
+def _chat_template(path: Path, tokenizer: dict[str, Any]) -> str | dict[str, str] | None:
+    """The template, or several by name; a file of its own comes before tokenizer_config.json's entry."""
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text("utf-8")
@@ -245,7 +250,7 @@ def _chat_template(path: Path, tokenizer: dict[str, Any]) -> str | None:
             raise ConfigError(
                 f"{path} has the chat templates {', '.join(named)} and none called 'default'"
             )
-        return named["default"]
+        return named
     return template
 
 

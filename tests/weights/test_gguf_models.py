@@ -328,3 +328,17 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
         WeightsError, match=r"lacks.*llama\.context_length, llama\.embedding_length"
     ):
         resolve(str(path))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"llama.rope.dimension_count": "many"},
+        {"llama.expert_count": "none"},
+        {"tokenizer.ggml.bos_token_id": "<s>"},
+    ],
+    ids=str,
+)
+def test_metadata_of_another_type_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"m\.gguf|expert_count"):
+        resolve(str(tiny_gguf(tmp_path / "m.gguf", "llama", more)))

@@ -85,13 +85,21 @@ def test_end_of_text_ids_are_a_union(
     assert resolve(str(folder)).special["eos_token_ids"] == want
 
 
+def test_end_of_text_ids_of_a_composite_model(folder: Path) -> None:
+    """The decoder's own id may stand in text_config alone; -1 says that there is none."""
+    edit(folder / "generation_config.json", eos_token_id=[-1, 7])
+    edit(folder / "config.json", eos_token_id=None, text_config={"eos_token_id": 9})
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    assert resolve(str(folder)).special["eos_token_ids"] == [7, 9]
+
+
 def test_chat_templates_from_their_homes(folder: Path) -> None:
     settings = folder / "tokenizer_config.json"
     edit(settings, chat_template=None)
     assert resolve(str(folder)).chat_template is None
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     edit(settings, chat_template=named)
-    assert resolve(str(folder)).chat_template == "D"
+    assert resolve(str(folder)).chat_template == {"tool_use": "T", "default": "D"}
     edit(settings, chat_template=named[:1])
     with pytest.raises(ConfigError, match="tool_use"):
         resolve(str(folder))
