@@ -18,7 +18,7 @@ from jaxinfer.layers.batch import Batch, KindBatch
 from jaxinfer.model_config import ModelConfig
 
 PAGE = 16
-BLOCK = 64  # query tokens of a prefill block, as in service
+BLOCK = 64  # query tokens of a prefill block
 
 
 def make_batch(
