@@ -1,13 +1,13 @@
 """Reader: typed access to a checkpoint's config.json that notices what nobody has read.
 
 Every field that a class reads goes through here; `check_unread` then refuses leftovers that would
-change the maths, so that no option is accepted and ignored. Used by model_config.py alone.
+change the maths, so that no option is accepted and ignored. Used by model_config.py;
+rope_config.py shares its bound.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from jaxinfer.errors import ConfigError
 
 log = logging.getLogger(__name__)
+LARGEST = 1e15  # more than any size, length or factor of a model
+_JSON_NAMES = {list: "list", dict: "JSON object", str: "string"}
 
 # Fields that say nothing about the forward pass (training, files, generation, bookkeeping).
 _INERT = frozenset(
@@ -66,12 +68,14 @@ class Reader:
         return value
 
     def number(self, name: str, default: float | None) -> float:
-        """A finite number above 0; None stands for `default` (an error if that is None too)."""
+        """A number in (0, LARGEST]; None stands for `default` (an error if that is None too)."""
         value = self.get(name, default)
         value = default if value is None else value
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is None or not number or not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"config.json: {name}={value!r} must be a number above 0")
+        if value is None or not number or not 0 < value <= LARGEST:
+            raise ConfigError(
+                f"config.json: {name}={value!r:.80} must be a number in (0, {LARGEST:g}]"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -79,6 +83,29 @@ class Reader:
         value = default if value is None else value
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {name}={value!r} must be true or false")
+        return value
+
+    def typed(self, name: str, kind: type) -> Any:
+        """The value, of the Python type that a JSON `kind` (list, dict or str) has; None if not given."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"config.json: {name}={value!r:.80} must be a {_JSON_NAMES[kind]}")
+        return value
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """An object of the file; {} where it is absent or null."""
+        value = self.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {name}={value!r:.80} must be an object")
+        return value
+
+    def listed(self, name: str) -> list[Any] | None:
+        """A list of the file; None where it is absent or null."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"config.json: {name}={value!r:.80} must be a list")
         return value
 
     def check_unread(self) -> None:

@@ -153,17 +153,17 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """text_config of a composite model; its dtype may stand outside."""
-    text = dict(raw.get("text_config") or {})
+    text = dict(Reader(raw, {}).table("text_config"))
     inner = text.pop("dtype", None) or text.pop("torch_dtype", None)
     return text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or [
+    names = Reader(raw, {}).listed("architectures") or [
         name for name, arch in ARCHITECTURES.items() if arch.model_type == raw.get("model_type")
     ]
-    for name in names:
-        if name in ARCHITECTURES:
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in ARCHITECTURES:
             return name
     raise ConfigError(
         f"config.json: architectures={raw.get('architectures')!r}, model_type={raw.get('model_type')!r} "
@@ -203,7 +203,7 @@ def _windows(reader: Reader, arch: Architecture, layers: int) -> tuple[list[int]
         size = reader.integer("sliding_window")
     sliding = _sliding(reader, how, layers, size is not None)
     usual = ["sliding_attention" if s else "full_attention" for s in sliding]
-    types = reader.get("layer_types") or usual
+    types = reader.typed("layer_types", list) or usual
     if len(types) != layers or any(t not in LAYER_TYPES for t in types):
         raise ConfigError(
             f"config.json: layer_types={types!r:.80} must hold {layers} of {', '.join(LAYER_TYPES)}"
@@ -235,7 +235,7 @@ def _sliding(reader: Reader, how: str, layers: int, given: bool) -> list[bool]:
 
 def _no_rope_layers(reader: Reader, layers: int) -> list[bool]:
     """SmolLM3's list holds 1 for layers *with* rope."""
-    values = reader.get("no_rope_layers")
+    values = reader.typed("no_rope_layers", list)
     if values is None:
         every = reader.integer("no_rope_layer_interval", 4)
         return [bool((i + 1) % every) for i in range(layers)]
@@ -254,9 +254,9 @@ def _ropes(
     reader: Reader, arch: Architecture, head_dim: int, position: int
 ) -> dict[str, RopeConfig]:
     """The rope of each layer type, from either spelling."""
-    old, new = reader.get("rope_scaling"), reader.get("rope_parameters")
+    old, new = (reader.typed(name, dict) for name in ("rope_scaling", "rope_parameters"))
     name = "rope_scaling" if old else "rope_parameters"
-    given = {key: value for key, value in (old or new or {}).items() if value is not None}
+    given = {key: value for key, value in (old or new).items() if value is not None}
     common = {"rope_theta": reader.number("rope_theta", 10000.0)}
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
         if reader.get(key) is not None:
@@ -300,9 +300,13 @@ def _by_type(
             f"config.json: rope_parameters={given!r:.80} must be nested by {', '.join(LAYER_TYPES)} "
             "for this architecture"
         )
+    nested = {kind: given.get(kind) or {} for kind in LAYER_TYPES}
+    for kind, values in nested.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"config.json: {name}.{kind}={values!r:.80} must be a JSON object")
     return {
-        "full_attention": common | (given.get("full_attention") or {}),
-        "sliding_attention": local | (given.get("sliding_attention") or {}),
+        "full_attention": common | nested["full_attention"],
+        "sliding_attention": local | nested["sliding_attention"],
     }
 
 
@@ -331,7 +335,7 @@ def _bias(reader: Reader, source: bool | str) -> bool:
 
 def _activation(reader: Reader, arch: Architecture) -> str:
     field = arch.activation_field
-    value = reader.get(field) or "silu"
+    value = reader.typed(field, str) or "silu"
     if arch.norm == "C":  # early Gemma files say "gelu" (or carry the other field) and mean tanh
         for other in ("hidden_act", "hidden_activation"):
             reader.get(other)

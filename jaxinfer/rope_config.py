@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.config_reader import LARGEST
 from jaxinfer.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -194,6 +195,6 @@ def _original(name: str, raw: Mapping[str, Any], max_position: int) -> int:
 
 def _number(name: str, key: str, value: Any) -> float:
     bad = isinstance(value, bool) or not isinstance(value, (int, float))
-    if bad or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}.{key}={value!r} must be a number above 0")
+    if bad or not 0 < value <= LARGEST:
+        raise ConfigError(f"{name}.{key}={value!r:.80} must be a number in (0, {LARGEST:g}]")
     return float(value)

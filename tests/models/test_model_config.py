@@ -201,6 +201,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}}, "alpha=3"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
     ("llama", {"rope_scaling": {"full_attention": {"type": "linear"}}}, "nested"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+    ("llama", {"rope_parameters": [1]}, "rope_parameters=[1] must be an object"),
+    ("llama", {"layer_types": 5}, "layer_types=5 must be a list"),
+    ("llama", {"architectures": "Llama"}, "architectures='Llama' must be a list"),
     ("llama", {"rope_theta": 0}, "rope_theta=0"),
     ("mistral", {"attention_bias": True}, "attention_bias=True"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0"),
@@ -210,9 +214,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ministral3", {"rope_parameters": None}, "llama_4_scaling_beta"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": 1}, "no_rope_layers=1 must be a list"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "must be nested"),
+    ("gemma3", {"rope_parameters": {"full_attention": 5}}, "full_attention=5 must be an object"),
     (
         "phi3",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
@@ -226,3 +232,22 @@ def test_refused_by_name(case: str, fields: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError) as caught:
         read(case, **fields)
     assert message in str(caught.value)
+
+
+WILD = [10**400, 5, "x", [], {}, [5], {"a": 1}, None, -1, 0, 1e308, float("inf"), True, [[1]]]
+WILD += [{"full_attention": 5}, {"rope_type": "yarn", "factor": 1e308}, {"rope_type": [1]}]
+
+
+@pytest.mark.parametrize("case", ["llama", "smollm3", "gemma3", "phi3"])
+def test_values_of_any_type_are_read_or_refused(case: str) -> None:
+    """A config.json is input from outside: whatever it holds, nothing but a ConfigError comes out."""
+    others = ("rope_scaling", "rope_parameters", "layer_types", "no_rope_layers", "head_dim")
+    refused = 0
+    for name in dict.fromkeys([*CASES[case], *others]):
+        for value in WILD:
+            try:
+                read(case, **{name: value})
+            except ConfigError as error:
+                assert len(str(error)) < 2000
+                refused += 1
+    assert refused > 100
