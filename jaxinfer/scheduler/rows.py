@@ -81,10 +81,6 @@ class RowStore:
         row[RowField.OUT_POS] = sequence.output_length + 1
         row[RowField.FLAGS] |= RowFlag.SAMPLE
 
-    def position(self, sequence: Sequence) -> int:
-        """Position of the next token of a decoding sequence."""
-        return int(self.records[sequence.slot, RowField.START])
-
     def add_page(self, sequence: Sequence, tree: PrefixTree) -> None:
         """Enter the page that a decoding sequence has just been given in each kind."""
         record, held = self.records[sequence.slot], sequence.held
