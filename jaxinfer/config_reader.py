@@ -92,22 +92,6 @@ class Reader:
             raise ConfigError(f"config.json: {name}={value!r:.80} must be a {_JSON_NAMES[kind]}")
         return value
 
-    def table(self, name: str) -> Mapping[str, Any]:
-        """An object of the file; {} where it is absent or null."""
-        value = self.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"config.json: {name}={value!r:.80} must be an object")
-        return value
-
-    def listed(self, name: str) -> list[Any] | None:
-        """A list of the file; None where it is absent or null."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, list):
-            raise ConfigError(f"config.json: {name}={value!r:.80} must be a list")
-        return value
-
     def check_unread(self) -> None:
         """Refuse unread fields that change the maths; log the other unknown ones once."""
         unknown = []

@@ -153,13 +153,13 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """text_config of a composite model; its dtype may stand outside."""
-    text = dict(Reader(raw, {}).table("text_config"))
+    text = dict(raw.get("text_config") or {})
     inner = text.pop("dtype", None) or text.pop("torch_dtype", None)
     return text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    names = Reader(raw, {}).listed("architectures") or [
+    names = raw.get("architectures") or [
         name for name, arch in ARCHITECTURES.items() if arch.model_type == raw.get("model_type")
     ]
     for name in names if isinstance(names, list) else ():
@@ -256,7 +256,7 @@ def _ropes(
     """The rope of each layer type, from either spelling."""
     old, new = (reader.typed(name, dict) for name in ("rope_scaling", "rope_parameters"))
     name = "rope_scaling" if old else "rope_parameters"
-    given = {key: value for key, value in (old or new).items() if value is not None}
+    given = {key: value for key, value in (old or new or {}).items() if value is not None}
     common = {"rope_theta": reader.number("rope_theta", 10000.0)}
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
         if reader.get(key) is not None:
