@@ -59,7 +59,9 @@ class LoadedModel:
         )
 
 
-def load(model: str, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
+def load(
+    model: str | Path, *, dtype: str = "auto", progress: Progress | None = None
+) -> LoadedModel:
     """Load a model: a directory, a .gguf file, a Hub id or an alias.
 
     Args:

@@ -156,7 +156,7 @@ class Checkpoint:
 
 
 def resolve(
-    model: str, cache_dir: Path | None = None, progress: Progress | None = None
+    model: str | Path, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Checkpoint:
     """Open a model reference; see FORMS. `cache_dir` holds what has to be fetched.
 
@@ -164,7 +164,9 @@ def resolve(
     """
     from jaxinfer.weights.demo import DEMO_ALIAS, fetch_demo
 
-    path = Path(model).expanduser()
+    if not model or not isinstance(model, (str, Path)):
+        raise ConfigError(f"model={model!r:.80} names no model; accepted is {FORMS}")
+    path, model = Path(model).expanduser(), str(model)
     if path.is_dir() and path.suffix != ".gguf":
         return open_directory(path)
     if path.is_file():

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_directory(folder: Path) -> None:
     checkpoint = resolve(str(folder))
     assert (checkpoint.kind, checkpoint.name, checkpoint.path) == ("hf", "model", folder)
+    assert resolve(folder).path == folder  # a Path is as good as its text
     assert checkpoint.config["hidden_size"] == 64
     assert checkpoint.generation_config["bos_token_id"] == BOS
     assert checkpoint.tokenizer_json == folder / "tokenizer.json"
@@ -141,9 +142,10 @@ def test_references_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("")
     (tmp_path / "d.gguf").mkdir()
     (tmp_path / "empty").mkdir()
-    for model in ("no-such-model", str(tmp_path / "gone"), str(tmp_path / "x.txt"), "", "../x"):
+    gone = tmp_path / "gone"
+    for model in ("no-such-model", gone, str(gone), str(tmp_path / "x.txt"), "", "../x", None):
         with pytest.raises(ConfigError, match="accepted is a Hugging Face directory"):
-            resolve(model)
+            resolve(model)  # type: ignore[arg-type]  # None stands for what a script may pass
     with pytest.raises(WeightsError, match="folder called like a GGUF file"):
         resolve(str(tmp_path / "d.gguf"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
