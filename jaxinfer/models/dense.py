@@ -217,8 +217,11 @@ def _branch(x: jax.Array, weights: Params, post_norm: str, c: ModelConfig) -> ja
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    # The factor is rounded to x's dtype first, as published models were trained.
-    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+    if scale == 1.0:
+        return x
+    # The factor is rounded to x's dtype first, as published models were trained. The barrier keeps the product
+    # from being fused into a following sum: whether XLA does that depends on the number of tokens.
+    return jax.lax.optimization_barrier(x * jnp.asarray(scale, x.dtype))
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
