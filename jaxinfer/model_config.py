@@ -153,7 +153,7 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """text_config of a composite model; its dtype may stand outside."""
-    text = dict(raw.get("text_config") or {})
+    text = dict(Reader(raw, {}).typed("text_config", dict) or {})
     inner = text.pop("dtype", None) or text.pop("torch_dtype", None)
     return text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
 

@@ -214,6 +214,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "must be nested"),
     (
+        "gemma3",
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 5},
+        "text_config=5 must be a JSON object",
+    ),
+    (
         "phi3",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
         "short_factor",
