@@ -29,7 +29,7 @@ class RowField(IntEnum):
     REPETITION = 11
     PRESENCE = 12
     FREQUENCY = 13
-    ROPE_LENGTH = 14  # length that fixes length-dependent rope (dynamic, longrope): the prompt length
+    ROPE_LENGTH = 14  # prompt length, which fixes length-dependent rope (dynamic, longrope)
     BLOCKS = 15  # prefill rows: number of query blocks of the row (0 for decode rows)
 
 
