@@ -88,13 +88,6 @@ def _attend(
             s = softcap * jnp.tanh(s / softcap)
         return _add_chunk(carry, s, seen, _pages(v_pool, ids))
 
-    shape = (rows, kv_heads, group, queries)
-    carry = (
-        jnp.full(shape, _LOWEST, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, dim), jnp.float32),
-        jnp.zeros((rows, queries), bool),
-    )
     if whole:
         origin, first_chunk, end_chunk = base // step, 0, -(-pages // step) + 1
         body = jax.checkpoint(body)  # keep the running sums of a chunk, not its scores
@@ -103,10 +96,21 @@ def _attend(
         last = jnp.minimum(pos[:, -1] // page, base + pages - 1)
         first_chunk = jnp.min(oldest[:, 0]) // (step * page)
         end_chunk = jnp.max(last) // step + 1
-    _, total, acc, poisoned = jax.lax.fori_loop(first_chunk, end_chunk, body, carry)
+    sums = _no_sums((rows, kv_heads, group, queries), dim)
+    _, total, acc, poisoned = jax.lax.fori_loop(first_chunk, end_chunk, body, sums)
     out = acc / jnp.where(total == 0, 1.0, total)[..., None]  # a query without keys yields zeros
     out = jnp.where(poisoned[:, None, None, :, None], jnp.nan, out)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _no_sums(shape: tuple[int, int, int, int], dim: int) -> Sums:
+    """The sums of no keys for [rows, kv_heads, group, queries]."""
+    return (
+        jnp.full(shape, _LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, dim), jnp.float32),
+        jnp.zeros((shape[0], shape[3]), bool),
+    )
 
 
 def _listed(tables: jax.Array, index: jax.Array) -> jax.Array:
