@@ -107,7 +107,7 @@ class EngineCore:
     def step(self) -> list[Update]:
         """One round: dispatch the next step, then commit the oldest one that may be awaited."""
         start, compiled = time.perf_counter(), self.executables.compile_seconds
-        updates = self.scheduler.expire()
+        updates = self._expire()
         plan = self.scheduler.plan()
         try:
             while isinstance(plan, LoadPlan):
@@ -122,6 +122,13 @@ class EngineCore:
                 updates += self._collect()
         except (jax.errors.JaxRuntimeError, CapacityError) as error:
             updates += self._recover(plan, error)
+        return updates
+
+    def _expire(self) -> list[Update]:
+        """End what is past its deadline; its scores must not go to a later request of that id."""
+        updates = self.scheduler.expire()
+        for update in updates:
+            self._scores.pop(update.sequence.request.request_id, None)
         return updates
 
     def _dispatch(self, plan: StepPlan) -> None:
@@ -152,8 +159,8 @@ class EngineCore:
         self._inflight.popleft()
         start = time.perf_counter()
         output = unpack_result(host, flight.plan.shape)
-        self._keep_scores(flight.plan, output)
-        updates = self.scheduler.commit(flight.plan, output)
+        updates = self._keep_scores(flight.plan, output)
+        updates += self.scheduler.commit(flight.plan, output)
         if self._scores or (flight.flags & RowFlag.LOGPROBS):
             updates = [self._with_scores(update, output) for update in updates]
         self.counters.copies_out += 1
@@ -161,13 +168,24 @@ class EngineCore:
         self.counters.host_seconds += time.perf_counter() - start
         return updates
 
-    def _keep_scores(self, plan: StepPlan, output: StepOutput) -> None:
-        """Log-probabilities of prompt positions, kept until their request's next update."""
+    def _keep_scores(self, plan: StepPlan, output: StepOutput) -> list[Update]:
+        """Log-probabilities of prompt positions, kept until their request's next update.
+
+        A NaN ends its request with ERROR: with max_tokens=0 nothing is sampled that would show it.
+        -inf is a probability of 0, and fine.
+        """
+        updates: list[Update] = []
         for sequence, _, first, count in plan.scored:
-            if sequence.finish_reason is None and output.scores is not None:
-                rows = zip(*(a[first : first + count] for a in output.scores), strict=True)
-                kept = self._scores.setdefault(sequence.request.request_id, [])
-                kept.extend((float(p), int(rank), ids, top) for p, rank, ids, top in rows)
+            if sequence.finish_reason is not None or output.scores is None:
+                continue
+            logprobs, ranks, ids, top = (a[first : first + count] for a in output.scores)
+            if np.isnan(logprobs).any() or np.isnan(top).any():
+                updates += self.finish(sequence.request.request_id, FinishReason.ERROR)
+                continue
+            kept = self._scores.setdefault(sequence.request.request_id, [])
+            rows = zip(logprobs, ranks, ids, top, strict=True)
+            kept.extend((float(p), int(rank), i, t) for p, rank, i, t in rows)
+        return updates
 
     def _with_scores(self, update: Update, output: StepOutput) -> Update:
         sequence = update.sequence

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.config import engine_config
-from jaxinfer.errors import InvalidRequest
+from jaxinfer.errors import InvalidRequest, JaxinferError
 from jaxinfer.inputs import Prompt
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.loading import chat_template as make_template
@@ -143,7 +143,10 @@ class LLM:
         return self._inputs.prompt(text, add_special_tokens=False)
 
     def score(self, prompts: Any, continuations: Any = None) -> list[ScoreOutput]:
-        """Log-likelihood of each prompt, or of each continuation given its prompt. Samples nothing."""
+        """Log-likelihood of each prompt, or of each continuation given its prompt. Samples nothing.
+
+        Raises JaxinferError if a prompt could not be scored: a step failed, or the logits are NaN.
+        """
         heads = [self._inputs.prompt(p) for p in _as_list(prompts)]
         if continuations is None:
             fulls, starts = heads, [0] * len(heads)
@@ -238,8 +241,9 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _score(output: RequestOutput, start: int) -> ScoreOutput:
-    ids = output.prompt_token_ids[start:]
-    entries = (output.prompt_logprobs or [])[start:]
+    if output.prompt_logprobs is None:
+        raise JaxinferError(f"request {output.request_id} could not be scored: {output.error}")
+    ids, entries = output.prompt_token_ids[start:], output.prompt_logprobs[start:]
     found = [None if e is None else e[t] for t, e in zip(ids, entries, strict=True)]
     return ScoreOutput(
         token_ids=ids,

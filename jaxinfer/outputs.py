@@ -156,12 +156,15 @@ class RequestState:
         return Logprob(clamp_logprob(logprob), int(rank), text)
 
     def output(self) -> RequestOutput:
-        """A snapshot: later updates do not change it."""
+        """A snapshot: later updates do not change it.
+
+        prompt_logprobs is None until the request has ended, and if it ended before all were there.
+        """
         scores = self._prompt_scores
         prompt_logprobs = None
-        if scores is not None and self.finished:
+        ids = self.prompt.token_ids
+        if scores is not None and self.finished and len(scores) == len(ids):
             count = self.params.prompt_logprobs or 0
-            ids = self.prompt.token_ids
             prompt_logprobs = [
                 None if s is None else self._entry(ids[i], s, count) for i, s in enumerate(scores)
             ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.errors import JaxinferError
 from jaxinfer.loading import LoadedModel
+from serving.present import output_json
 from tests.engine.conftest import SMALL
 from tests.engine.requests import GREEDY, PROMPT, ask, ids, tokens
 
@@ -121,6 +124,39 @@ def test_reset_ends_everything(injected):
     assert all(array.is_deleted() for array in old), "memory may not hold two states"
     assert not core.has_work()
     core.check()
+
+
+def test_scores_of_an_expired_request_do_not_reach_the_next_of_its_id(injected, monkeypatch):
+    core = injected.core
+    inputs = injected.model.inputs(core)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+    def submit(timeout: float | None) -> None:
+        (request,) = inputs.requests("same", inputs.prompt(tokens(100)), params, timeout=timeout)
+        core.submit(request)
+
+    submit(timeout=1000.0)
+    while "same" not in core._scores:  # a part of the prompt is scored
+        core.step()
+    monkeypatch.setattr(core.scheduler, "_clock", lambda: time.monotonic() + 2000.0)
+    assert [u.finish_reason for u in core.step()] == ["abort"]
+    submit(timeout=None)
+    updates = []
+    while core.has_work():
+        updates += core.step()
+    assert [len(u.prompt_scores or []) for u in updates] == [99]
+    assert not core._scores
+
+
+def test_scores_are_given_whole_or_not_at_all(injected):
+    Failing(injected.core, "step", 2, failure())
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    output = ask(injected, tokens(100), max_tokens=1, prompt_logprobs=0)
+    assert output.error is not None and output.prompt_logprobs is None
+    assert output_json(output, params, 0.0)["prompt_logprobs"] is None
+    Failing(injected.core, "step", 2, failure())
+    with pytest.raises(JaxinferError, match="could not be scored.*step failed"):
+        injected.score({"prompt_token_ids": tokens(100, 1)})
 
 
 def test_host_time_is_without_compilation(tiny_model):

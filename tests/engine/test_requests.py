@@ -351,6 +351,20 @@ def test_not_a_number_ends_its_own_request(broken, llm):
     other.core.check()
 
 
+def test_scores_that_are_nan_are_an_error(llm, broken):
+    """R-WLD-07: with max_tokens=0 nothing is sampled, and -9999 would look like an answer."""
+    other = LLM(broken, **SMALL)
+    good = {"prompt_token_ids": tokens(70, 1)}
+    good["prompt_token_ids"] = [t for t in good["prompt_token_ids"] if t != 200]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    outputs = other.generate([{"prompt_token_ids": [3, 200, 4]}, good], params, use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error" and outputs[0].prompt_logprobs is None
+    assert outputs[1].outputs[0].finish_reason == "length" and outputs[1].prompt_logprobs
+    with pytest.raises(JaxinferError, match="not finite"):
+        other.score({"prompt_token_ids": [3, 200, 4]})
+    other.core.check()
+
+
 def test_float16_for_a_bfloat16_model_warns(caplog):
     """R-WLD-07."""
     assert compute_dtype("float16", "bfloat16") == "float16"
