@@ -23,6 +23,7 @@ from jaxinfer.types import SamplingParams
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxinfer", "pallas_kernels", "serving")
 FILES = sorted(p for top in (*PACKAGES, "tests", "bench") for p in (ROOT / top).rglob("*.py"))
+NATIVE = sorted(p for p in (ROOT / "pallas_kernels").rglob("*") if p.suffix in (".h", ".cc"))
 SOURCES = [p for p in FILES if p.relative_to(ROOT).parts[0] in PACKAGES]
 
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 400, 500, 50
@@ -134,6 +135,12 @@ def test_sizes(path: Path) -> None:
     assert depth <= 4, f"{name_of(path)} lies more than two folders deep in its package"
 
 
+@parametrize(NATIVE)
+def test_sizes_of_native_sources(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_KERNEL_LINES, f"{name_of(path)} has {lines} lines: is a noun missing?"
+
+
 @parametrize(FILES)
 def test_each_file_says_what_it_is(path: Path) -> None:
     assert len(ast.get_docstring(tree_of(path)) or "") >= 40, f"{name_of(path)}: no docstring"
@@ -186,18 +193,13 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
 
 def test_import_is_cheap() -> None:
     code = (
-        "import time, sys; start = time.process_time(); import jaxinfer; "
-        "spent = time.process_time() - start; "
-        "print(spent, *sorted({'jax', 'flax', 'numpy', 'tokenizers', 'torch'} & set(sys.modules)))"
+        "import sys; import jaxinfer; "
+        "print(*sorted({'jax', 'jaxlib', 'flax', 'orbax', 'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for _ in range(3)
-    ]
-    assert min(float(run[0]) for run in runs) < 0.5
-    assert not {"jax", "flax", "torch"} & set(runs[0][1:]), f"import jaxinfer loads {runs[0][1:]}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not done.stdout.split(), f"import jaxinfer loads {done.stdout}"
 
 
 # Options: each one is read by the code that runs, or refused with an error that names it.

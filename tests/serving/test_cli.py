@@ -363,16 +363,14 @@ def test_doctor_finds_what_is_missing(
     assert not report["usable"] and "no-such-package" in report["problems"][0]
 
 
-def test_the_installed_command_starts_fast() -> None:
+def test_help_loads_no_heavy_package() -> None:
     code = (
-        "import sys, time; start = time.process_time(); from serving.cli import main; "
-        "code = main(['--help']); spent = time.process_time() - start; "
-        "print(spent, *sorted({'jax', 'numpy', 'torch'} & set(sys.modules)), file=sys.stderr); "
+        "import sys; from serving.cli import main; code = main(['--help']); "
+        "print(*sorted({'jax', 'numpy', 'torch'} & set(sys.modules)), file=sys.stderr); "
         "sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    spent, *loaded = done.stderr.split()
-    assert float(spent) < 1.0 and loaded == []
+    assert done.stderr.split() == []
     assert "generate" in done.stdout and "doctor" in done.stdout
 
 

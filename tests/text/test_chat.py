@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import datetime
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -117,17 +117,23 @@ def test_gemma_and_its_own_error_message():
         template.render([SYSTEM, USER])
 
 
-def test_template_helpers():
+def test_template_helpers(monkeypatch: pytest.MonkeyPatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2031, 12, 31, 23, 59)
+
+    monkeypatch.setattr(sandbox, "datetime", Clock)
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
         "{% generation %}{{ messages[0].content }}{% endgeneration %}"
-        "{{ strftime_now('%Y') }}{{ pad_token }}{{ extra }}{{ bos_token }}"
+        "{{ strftime_now('%Y %b') }}{{ pad_token }}{{ extra }}{{ bos_token }}"
         "{{ messages | map(attribute='role') | join(',') }}{{ 'a-a'.replace('-', '+') }}"
         "{% for m in messages | selectattr('role', 'equalto', 'user') %}{{ loop.length }}{% endfor %}"
         "{% filter upper %}x{% endfilter %}{% set y %}z{% endset %}{{ y }}{{ '%s!' | format(1) }}"
     )
     text = ChatTemplate(source, pad_token="<p>").render([USER], extra="E")
-    assert text == f"01<b>é&😀{time.localtime().tm_year}<p>Euser" + "a+a1Xz1!"
+    assert text == "01<b>é&😀2031 Dec<p>Eusera+a1Xz1!"
 
 
 def test_tool_use_template_serves_requests_with_tools():
@@ -320,10 +326,10 @@ BOMBS = {
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
 def test_sandbox_bounds_work_and_memory(source: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sandbox, "MAX_TICKS", 30_000)  # to be quick
-    start = time.monotonic()
-    with pytest.raises((InvalidRequest, ConfigError), match="chat.template"):
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 100.0)  # counts must refuse it, not the clock
+    with pytest.raises((InvalidRequest, ConfigError), match="chat.template") as refused:
         ChatTemplate(source).render([USER])
-    assert time.monotonic() - start < 3
+    assert "seconds" not in str(refused.value)
 
 
 def test_sandbox_bounds_time(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,10 @@ Used by the tests of jaxinfer.text and by others that need a tokenizer with know
 
 from __future__ import annotations
 
+import codecs
+from typing import Any
+
+import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -76,3 +80,23 @@ def sentencepiece_tokenizer(strip: bool = True, metaspace: bool = False) -> Toke
     )
     special = {"unk_token": "<unk>"}
     return Tokenizer(backend, bos_token="<s>", eos_token="</s>", special_tokens=special)
+
+
+def count_decoding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes given to each call of the decoders that tokenizers make from now on."""
+    made, sizes = Tokenizer.utf8_decoder, []
+
+    class Counted(codecs.IncrementalDecoder):
+        def __init__(self, inner: codecs.IncrementalDecoder) -> None:
+            super().__init__(inner.errors)
+            self._inner = inner
+
+        def decode(self, input: Any, final: bool = False) -> str:
+            sizes.append(len(input))
+            return self._inner.decode(input, final)
+
+        def getstate(self) -> tuple[bytes, int]:
+            return self._inner.getstate()
+
+    monkeypatch.setattr(Tokenizer, "utf8_decoder", lambda self: Counted(made(self)))
+    return sizes
