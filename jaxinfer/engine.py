@@ -115,7 +115,9 @@ class Engine:
             self.core.scheduler.check_fits(request)
         state = RequestState(name, checked, requests, self.model.tokenizer)
         stream = _Stream(name, asyncio.get_running_loop())
-        self._active[name] = (state, stream)
+        entry = (state, stream)
+        if self._active.setdefault(name, entry) is not entry:  # another event loop was faster
+            raise _in_use(name)
         self._inbox.put(lambda: self._submit(requests, stream))
         try:
             if self._closed:  # by another thread, after the check above: nobody may read the inbox
@@ -168,7 +170,14 @@ class Engine:
         if self._closed:
             return False
         answer: Future[bool] = Future()
-        self._inbox.put(lambda: answer.set_result(bool(self._streams)))
+
+        def tell() -> None:
+            if answer.set_running_or_notify_cancel():  # False: who asked has been cancelled
+                answer.set_result(bool(self._streams))
+
+        self._inbox.put(tell)
+        if self._closed:  # since the check above: nobody may read the inbox
+            return False
         return await asyncio.wrap_future(answer)
 
     def _end(self, request_id: str, stream: _Stream, reason: FinishReason) -> None:
@@ -186,7 +195,7 @@ class Engine:
         if not isinstance(wanted, str) or not wanted:
             raise InvalidRequest(f"request_id={wanted!r:.60} must be a string that is not empty")
         if wanted in self._active:
-            raise InvalidRequest(f"request_id={wanted!r} is already running; choose another")
+            raise _in_use(wanted)
         return wanted
 
     def close(self) -> None:
@@ -276,6 +285,10 @@ class Engine:
             del self._streams[request_id]
             self.core.abort(request_id)
             self._active.pop(stream.name, None)
+
+
+def _in_use(name: str) -> InvalidRequest:
+    return InvalidRequest(f"request_id={name!r} is already running; choose another")
 
 
 def _put_all(batch: list[tuple[_Stream, list[Update]]]) -> None:

@@ -7,6 +7,7 @@ Called by LLM and Engine; knows no devices.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -50,7 +51,7 @@ class InputProcessor:
         self._eos_ids = eos_ids
         self._max_model_len = max_model_len
         self._engine_seed = engine_seed
-        self._count = 0
+        self._count = itertools.count(1)  # event loops share it; next() is atomic
 
     def prompt(self, prompt: Any, add_special_tokens: bool = True) -> Prompt:
         """Read a prompt: text, a list of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}."""
@@ -167,8 +168,7 @@ class InputProcessor:
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed
-        self._count += 1
-        return _derived_seed(self._engine_seed, self._count)
+        return _derived_seed(self._engine_seed, next(self._count))
 
 
 def _check_options(priority: object, timeout: object, cache_salt: object) -> None:

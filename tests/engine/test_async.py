@@ -272,6 +272,48 @@ def test_close_ends_streams(tiny_model):
     assert run(main()).outputs[0].finish_reason == "abort"
 
 
+def test_drain_of_an_engine_that_closes_meanwhile(tiny_model, monkeypatch):
+    """The thread is gone before it could read the question."""
+    engine = Engine(tiny_model, **SMALL)
+    inbox = engine._inbox
+
+    class Late:
+        def put(self, command: Any) -> None:
+            monkeypatch.setattr(engine, "_inbox", inbox)
+            engine.close()
+            inbox.put(command)
+
+    monkeypatch.setattr(engine, "_inbox", Late())
+    assert asyncio.run(asyncio.wait_for(engine.drain(), 10))
+
+
+def test_a_cancelled_drain_harms_no_request(engine):
+    async def main() -> None:
+        task = asyncio.create_task(last(engine, PROMPT, LONG))
+        await until_sampling(engine)
+        asked = [asyncio.create_task(engine._is_busy()) for _ in range(50)]
+        await asyncio.sleep(0)
+        for one in asked:
+            one.cancel()
+        assert (await task).outputs[0].finish_reason == "length"
+        await settle(engine)
+
+    run(main())
+
+
+def test_an_id_that_another_loop_takes_first_is_refused(engine, monkeypatch):
+    async def main() -> None:
+        task = asyncio.create_task(last(engine, PROMPT, LONG, "mine"))
+        await until_sampling(engine)
+        monkeypatch.setattr(engine, "_name", lambda wanted: wanted)  # the check came too early
+        with pytest.raises(InvalidRequest, match="'mine' is already running"):
+            await last(engine, PROMPT, SHORT, "mine")
+        assert len(ids(await task)) == 120
+        await settle(engine)
+
+    run(main())
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_event_loop_that_is_gone_does_not_harm_the_others(engine):
     loop = asyncio.new_event_loop()
