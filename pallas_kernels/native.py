@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -35,6 +36,7 @@ _TARGETS = (
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
 _BUILD_SECONDS = 300
+_lock = threading.Lock()
 
 
 class BuildError(RuntimeError):
@@ -47,7 +49,8 @@ def load() -> str:
     Raises:
         BuildError: no compiler, or one that cannot build or load the kernels (kept: no second try).
     """
-    result = _load()
+    with _lock:  # `cache` alone would let two threads build and register
+        result = _load()
     if isinstance(result, BuildError):
         raise result
     return result
@@ -82,18 +85,21 @@ def find_compiler(names: Sequence[str] = _COMPILERS) -> str:
 
 
 def cache_dir() -> Path:
-    """Where built libraries are kept between runs, for this user only."""
-    return Path.home() / ".cache" / "jaxinfer" / "kernels"
+    """Where built libraries are kept between runs, for this user only; BuildError without a home."""
+    try:
+        return Path.home() / ".cache" / "jaxinfer" / "kernels"
+    except RuntimeError as error:
+        raise BuildError(f"there is no place to keep the kernels: {error}") from error
 
 
 def _build(compiler: str, directory: Path) -> Path:
     """The library for these sources, this compiler and this CPU, built unless it is there."""
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [compiler, *_FLAGS, native, "-I", jax.ffi.include_dir(), str(_SOURCES / "module.cc")]
-    target = directory / f"kernels-{_key(command)}.so"
-    if target.exists():
-        return target
     try:
+        target = directory / f"kernels-{_key(command)}.so"
+        if target.exists():
+            return target
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as work:
             built = Path(work) / target.name
@@ -101,6 +107,7 @@ def _build(compiler: str, directory: Path) -> Path:
                 [*command, "-o", str(built)],
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=_BUILD_SECONDS,
                 check=False,
             )

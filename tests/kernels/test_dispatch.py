@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +70,42 @@ def test_a_compiler_that_fails_is_a_fallback_too(fresh, tmp_path, caplog):
     assert "jaxinfer_matmul" not in traced()
     assert "cannot do that" in caplog.text
     assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_a_compiler_that_cannot_be_asked_is_a_fallback_too(fresh, tmp_path, caplog):
+    """It vanishes, hangs, or there is no home folder: the reference runs."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def hang(command: list[str], **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, 60)
+
+    fresh.setattr(native.shutil, "which", lambda name: str(tmp_path / "gone"))
+    assert "jaxinfer_matmul" not in traced()
+    assert "gone" in caplog.text
+    native._load.cache_clear()
+    with fresh.context() as patch:
+        patch.setattr(native.subprocess, "run", hang)
+        with pytest.raises(native.BuildError, match="timed out"):
+            native.load()
+    native._load.cache_clear()
+    fresh.setattr(native.Path, "home", homeless)
+    with pytest.raises(native.BuildError, match="home directory"):
+        native.load()
+
+
+def test_threads_build_once(fresh):
+    runs = []
+
+    def build() -> str:
+        runs.append(time.sleep(0.05))
+        return "library"
+
+    fresh.setattr(native, "_build_and_register", build)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: native.load(), range(4))) == {"library"}
+    assert len(runs) == 1
 
 
 def test_other_dtypes_are_counted(native_kernels, fresh, caplog):
