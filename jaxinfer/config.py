@@ -36,7 +36,8 @@ class EngineConfig:
         overlap: keep one step in flight ahead of the host.
         warmup: "eager" compiles the whole ladder at start, "lazy" compiles a rung when first used.
         seed: base of the seeds of requests that give none.
-        compile_cache: folder of the persistent compilation cache; None is the default, "" switches it off.
+        compile_cache: folder of the persistent compilation cache; None is the one that JAX was given, else
+            the default; "" switches it off. It holds for the whole process.
         strict_compile: raise if anything compiles after an eager warm-up (tests).
     """
 

@@ -22,6 +22,7 @@ from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
 from jaxinfer.research.batching import PAGE, capacity, checked_tokens, make_batch
 from jaxinfer.research.taps import Interventions, Probe, select, split_interventions
+from jaxinfer.step.compile import ensure_compile_cache
 from jaxinfer.step.state import cache_shapes
 
 RUNGS = (1, 16, 64, 256)  # tokens that one run of the model takes
@@ -120,6 +121,7 @@ def extend(
     interventions: Interventions | None = None,
 ) -> tuple[State, Output]:
     """Feed more tokens to a sequence; `state` itself stays as it is. See prefill."""
+    ensure_compile_cache()
     fed = checked_tokens(model.config, tokens, before=state.length)
     names = select(model, taps, "tap")
     hooks, values = split_interventions(model, interventions, len(fed))

@@ -19,6 +19,7 @@ from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
 from jaxinfer.research.batching import BLOCK, PAGE, checked_tokens, make_batch
 from jaxinfer.research.taps import Interventions, Probe, split_interventions
+from jaxinfer.step.compile import ensure_compile_cache
 from jaxinfer.step.state import cache_shapes
 
 
@@ -35,6 +36,7 @@ def score(
     the values in `interventions` (see prefill); a function among them may close over traced values.
     Raises InvalidRequest for tokens or names that the model does not have.
     """
+    ensure_compile_cache()
     fed = _scorable(model, tokens)
     hooks, values = split_interventions(model, interventions, len(fed))
     length = len(fed) if hooks else _rung(len(fed))
@@ -52,6 +54,7 @@ def score_batch(params: Any, model: LoadedModel, sequences: Sequence[Iterable[in
     """f32[B, T - 1] like score for B sequences, T tokens the longest; zeros behind a shorter one's end."""
     if not sequences:
         raise InvalidRequest("sequences is empty; give at least one list of tokens")
+    ensure_compile_cache()
     fed = [_scorable(model, tokens) for tokens in sequences]
     longest = max(len(tokens) for tokens in fed)
     padded = np.stack([np.pad(tokens, (0, _rung(longest) - len(tokens))) for tokens in fed])

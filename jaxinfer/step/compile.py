@@ -30,20 +30,41 @@ log = logging.getLogger(__name__)
 DEFAULT_CACHE = Path.home() / ".cache" / "jaxinfer" / "xla"
 
 
-def enable_compile_cache(folder: str | None) -> Path | None:
-    """Switch on JAX's persistent compilation cache; None is the default folder, "" switches it off.
+_chosen: list[str | None] = []  # the folder that jaxinfer set last, if it did
+_given: list[str] = []  # the user's own folder, if there is one
 
-    The folder's name has the versions, backend and CPU features in it, so that an executable is
-    never read by a machine or a version that did not make it. A bad entry only costs a compilation.
+
+def enable_compile_cache(folder: str | None) -> Path | None:
+    """Switch on JAX's persistent compilation cache, for the whole process; returns its folder.
+
+    "" switches it off. None takes the folder that the user gave JAX (JAX_COMPILATION_CACHE_DIR, or
+    jax.config), else the default. Other folders get a subfolder whose name has the versions, backend and
+    CPU features in it, so that an executable is never read by a machine or a version that did not
+    make it. A bad entry only costs a compilation. Everything is kept, however small.
     """
-    path = None if folder == "" else (Path(folder) if folder else DEFAULT_CACHE) / _fingerprint()
+    current = jax.config.jax_compilation_cache_dir
+    if [current] != _chosen:  # set by somebody else since
+        _given[:] = [current] if current else []
+    if folder is None and _given:
+        path = Path(_given[0])
+    else:
+        path = (
+            None if folder == "" else (Path(folder) if folder else DEFAULT_CACHE) / _fingerprint()
+        )
     wanted = None if path is None else str(path)
-    if jax.config.jax_compilation_cache_dir != wanted:
+    if current != wanted:
         compilation_cache.reset_cache()  # JAX keeps the folder that it opened first
         jax.config.update("jax_compilation_cache_dir", wanted)
+    _chosen[:] = [wanted]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+def ensure_compile_cache() -> None:
+    """Switch the cache on where no engine has decided about it yet (research has no EngineConfig)."""
+    if not _chosen:
+        enable_compile_cache(None)
 
 
 def _fingerprint() -> str:
@@ -86,15 +107,19 @@ class Executables:
             if shape not in self.ladder:
                 raise CapacityError(f"step shape {shape} is not on the ladder {self.ladder}")
             run = functools.partial(step, self.model, shape)
+            named = f"step_{shape.rows}_rows_{shape.blocks}_blocks"
+            run.__name__ = named  # type: ignore[attr-defined]  # what profiles show
             size = buffer_size(shape, self.model.layout)
-            compiled = self._compile(run, (self._params, self._state), size, donate=1)
+            compiled = self._compile(
+                f"the rung {shape}", run, (self._params, self._state), size, donate=1
+            )
             self._steps[shape] = compiled
         return compiled
 
     def load(self) -> Any:
         """The executable of a LoadPlan: (state, buffer) -> state."""
         if self._load is None:
-            self._load = self._compile(load, (self._state,), LOAD_SIZE, donate=0)
+            self._load = self._compile("load", load, (self._state,), LOAD_SIZE, donate=0)
         return self._load
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -108,11 +133,9 @@ class Executables:
         if progress:
             progress(len(self.ladder) + 1, len(self.ladder) + 1)
 
-    def _compile(self, function: Callable, args: tuple, size: int, donate: int) -> Any:
+    def _compile(self, what: str, function: Callable, args: tuple, size: int, donate: int) -> Any:
         if self.warm and self._strict:
-            raise CapacityError(
-                f"{function} would compile after warm-up; the ladder is {self.ladder}"
-            )
+            raise CapacityError(f"{what} would compile after warm-up, which strict_compile forbids")
         start = time.perf_counter()
         buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
         compiled = jax.jit(function, donate_argnums=donate).lower(*args, buffer).compile()

@@ -104,3 +104,44 @@ assert len(list(Path({second!r}).rglob("*-cache"))) == count
 def test_each_engine_uses_its_own_folder(start, filled, tmp_path):
     after = AFTER.format(second=str(tmp_path / "second"))
     assert start(filled[0], after=after)[0] == filled[1]
+
+
+GIVEN = """
+import os
+os.environ["JAX_COMPILATION_CACHE_DIR"] = {given!r}
+from pathlib import Path
+import jax
+from jaxinfer.step.compile import enable_compile_cache, ensure_compile_cache
+ensure_compile_cache()
+assert jax.config.jax_compilation_cache_dir == {given!r}
+assert enable_compile_cache(None) == Path({given!r})
+assert enable_compile_cache({other!r}).parent == Path({other!r})
+assert enable_compile_cache("") is None and jax.config.jax_compilation_cache_dir is None
+ensure_compile_cache()
+assert jax.config.jax_compilation_cache_dir is None, "an engine switched it off"
+assert enable_compile_cache(None) == Path({given!r})
+jax.config.update("jax_compilation_cache_dir", {other!r})
+assert enable_compile_cache(None) == Path({other!r})
+"""
+
+
+def test_the_users_own_folder_is_kept(run_python, tmp_path):
+    run_python(GIVEN.format(given=str(tmp_path / "given"), other=str(tmp_path / "other")))
+
+
+RESEARCH = """
+from pathlib import Path
+import jax
+import jaxinfer.step.compile as compile
+compile.DEFAULT_CACHE = Path({folder!r})
+from jaxinfer import load
+from jaxinfer.research import score
+model = load({model!r})
+score(model.params, model, [5, 6, 7])
+print(len(list(Path({folder!r}).rglob("*-cache"))))
+"""
+
+
+def test_research_is_cached_too(run_python, tiny, tmp_path):
+    out = run_python(RESEARCH.format(folder=str(tmp_path / "xla"), model=str(tiny)))
+    assert int(out.splitlines()[-1]) > 0

@@ -112,6 +112,12 @@ def test_equal_models_compile_once(model, core, tiny):
     assert core.executables.compiles <= compiles + 1
 
 
+def test_a_compiled_step_has_a_name(core):
+    """Profiles and dumps show which rung ran."""
+    compiled = core.executables.step(StepShape(2, 0, core.config.block))
+    assert "jit_step_2_rows_0_blocks" in compiled.as_text().splitlines()[0]
+
+
 def test_a_shape_off_the_ladder_is_refused(core):
     with pytest.raises(CapacityError, match=r"rows=3.*not on the ladder"):
         core.executables.step(StepShape(3, 0, 64))
@@ -121,9 +127,9 @@ def test_strict_mode_raises(model):
     """R-JAX-01."""
     core = model.core(EngineConfig(**OPTIONS, warmup="eager", strict_compile=True))
     core.executables.warm = True  # as after warm_up, but with a rung left out
-    with pytest.raises(CapacityError, match="after warm-up"):
+    with pytest.raises(CapacityError, match=r"^the rung StepShape\(rows=.{9,99}after warm-up"):
         core.executables.step(core.config.ladder()[0])
-    with pytest.raises(CapacityError, match="after warm-up"):
+    with pytest.raises(CapacityError, match="^load .*after warm-up"):
         core.executables.load()
     assert core.executables.compiles == 0
 
