@@ -18,6 +18,7 @@ from jaxinfer.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
 FALLBACK_MEMORY = 4 << 30
+SAMPLING_BYTES = 8  # of a slot and vocabulary entry: DeviceState.counts and .bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,14 @@ def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec,
     if config.num_pages is not None:
         pages, why = config.num_pages, "num_pages"
     else:
-        pages, why = _pages_for(config, specs, wanted)
+        pages, why = _pages_for(config, model.vocab_size, specs, wanted)
     longest = (pages - 1) * size if any(s.scope is Scope.TOKEN for s in specs) else wanted
     if config.max_model_len is None:
         wanted = min(wanted, longest)
     elif config.num_pages is None and wanted > longest:
         raise CapacityError(
-            f"max_model_len={wanted} needs {-(-wanted // size)} pages, but memory holds {pages - 1}; "
-            f"lower max_model_len to at most {longest} or raise memory_fraction={config.memory_fraction}"
+            f"max_model_len={wanted} needs {-(-wanted // size)} pages, but memory holds {pages - 1} "
+            f"({why}); lower max_model_len to at most {longest} or raise memory_fraction={config.memory_fraction}"
         )
     counts = tuple(_kind_pages(config, spec, pages, wanted) for spec in specs)
     total = sum(s.bytes_per_token() * size * n for s, n in zip(specs, counts, strict=True))
@@ -71,21 +72,25 @@ def _kind_pages(config: EngineConfig, spec: CacheSpec, pages: int, max_len: int)
     return min(pages, 2 * per_row * config.rows + 1) if pages > per_row else per_row + 1
 
 
-def _pages_for(config: EngineConfig, specs: tuple[CacheSpec, ...], max_len: int) -> tuple[int, str]:
+def _pages_for(
+    config: EngineConfig, vocab: int, specs: tuple[CacheSpec, ...], max_len: int
+) -> tuple[int, str]:
     """Pages that a share of the free memory holds, at most what the rows could ever use."""
     per_page = config.page_size * sum(s.bytes_per_token() for s in specs)
     free, where = free_memory()
-    affordable = int(free * config.memory_fraction) // max(per_page, 1)
+    sampling = SAMPLING_BYTES * vocab * (config.rows + 1)
+    memory = f"{free / 2**20:.0f} MiB free {where} memory less {sampling / 2**20:.0f} MiB of sampling state"
+    affordable = int(max(free - sampling, 0) * config.memory_fraction) // max(per_page, 1)
     rows = max_len * config.rows
     # A CPU's memory is shared with everything else: twice the longest sequence is a sensible pool.
     useful = rows if where == "device" else max(2 * max_len, 512 * config.rows)
     pages = 1 + min(-(-min(useful, rows) // config.page_size), affordable)
     if pages < 2:
         raise CapacityError(
-            f"memory_fraction={config.memory_fraction} of {free / 2**20:.0f} MiB free {where} memory holds no "
-            f"page of {per_page / 2**10:.0f} KiB; raise memory_fraction or set num_pages"
+            f"memory_fraction={config.memory_fraction} of {memory} holds no page of "
+            f"{per_page / 2**10:.0f} KiB; raise memory_fraction, lower max_num_seqs or set num_pages"
         )
-    return pages, f"{config.memory_fraction:g} of {free / 2**20:.0f} MiB free {where} memory"
+    return pages, f"{config.memory_fraction:g} of {memory}"
 
 
 def free_memory() -> tuple[int, str]:

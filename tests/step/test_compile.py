@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer import LLM, load
+from jaxinfer import LLM, load, sizing
 from jaxinfer.config import EngineConfig
 from jaxinfer.core import EngineCore
 from jaxinfer.errors import CapacityError
@@ -181,3 +181,22 @@ def test_memory_of_the_host(model):
     assert where == "host" and size > 0
     core = model.core(EngineConfig(max_num_seqs=2, max_num_batched_tokens=64))
     assert core.max_model_len == 512 and core.sizes.pages[0] > 512 // 16
+
+
+def test_sampling_state_is_taken_off_the_free_memory(model, monkeypatch, caplog):
+    """counts and bias: 8 bytes for each slot and vocabulary entry, before any page."""
+    rows, page = 512, 16
+    config = EngineConfig(max_num_seqs=rows, max_num_batched_tokens=rows, memory_fraction=1.0)
+    specs = get_family(model.config).cache_specs(model.config, model.dtype)
+    per_page = page * sum(s.bytes_per_token() for s in specs)
+    state = 8 * model.config.vocab_size * (rows + 1)
+    monkeypatch.setattr(sizing, "free_memory", lambda: (state + 40 * per_page, "device"))
+    with caplog.at_level(logging.INFO, "jaxinfer"):
+        assert sizing.size_pools(config, model.config, specs).pages[0] == 40 + 1
+    assert "less 1 MiB of sampling state" in caplog.text
+    monkeypatch.setattr(sizing, "free_memory", lambda: (state // 2, "device"))
+    with pytest.raises(CapacityError, match="sampling state holds no page.*max_num_seqs"):
+        sizing.size_pools(config, model.config, specs)
+    monkeypatch.setattr(sizing, "free_memory", lambda: (state + 4 * per_page, "device"))
+    with pytest.raises(CapacityError, match="sampling state.*lower max_model_len to at most 64"):
+        sizing.size_pools(replace(config, max_model_len=128), model.config, specs)
