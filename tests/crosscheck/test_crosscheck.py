@@ -1,6 +1,6 @@
 """`jaxinfer crosscheck` end to end: agreement, faults put into the weights, and what cannot be run.
 
-The reference is a recording of transformers (record.py); one test runs it live.
+The reference is a recording of transformers (record.py); the tests marked `torch` run it live.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jaxinfer.step.pack import pack_step
 from serving.cli import main
 from tests.crosscheck.conftest import replay
 from tests.crosscheck.record import LAYERS, MAX_TOKENS
+from tests.reference import cases
 
 ENGINE = ["--max-num-batched-tokens", "32", "--max-num-seqs", "2", "--page-size", "16"]
 
@@ -191,3 +192,31 @@ def test_live(
     code, report = run(capsys, healthy, prompt_file, *more)
     assert code == 0, report["failures"]
     assert report["reference"]["model_class"] == "LlamaForCausalLM"
+
+
+def write_case(folder: Path, case: str) -> Path:
+    """The checkpoint of one of the reference cases, whose tensors' shapes are in its recordings."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(cases.CASES[case]))
+    with np.load(Path(cases.__file__).with_name("recordings.npz")) as recordings:
+        shapes = json.loads(recordings[f"{case}/shapes"].tobytes())
+    tensors = {name: cases.tensor(case, name, tuple(shape)) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "qwen3"])
+def test_live_on_architectures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, reference_python: Path, case: str
+) -> None:
+    """Longer than the windows of 8 and the pages of 16; layer by layer and as served."""
+    prompts = tmp_path / "prompts.json"
+    items = [{"prompt_token_ids": cases.prompt(case, length)} for length in (1, 17, 37)]
+    prompts.write_text(json.dumps(items))
+    more = ("--reference-python", str(reference_python), "--max-tokens", "8")
+    code, report = run(capsys, write_case(tmp_path / case, case), prompts, *more)
+    assert code == 0, report
+    assert report["reference"]["model_class"] == cases.CASES[case]["architectures"][0]
+    assert report["first_diverging_layer"] is None
+    assert len(report["layers"]) == cases.CASES[case]["num_hidden_layers"] + 2
