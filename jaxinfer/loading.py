@@ -121,6 +121,5 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
         checkpoint.build_tokenizer(),
         bos_token=facts["bos_token"],
         eos_token=facts["eos_token"],
-        eos_ids=facts["eos_token_ids"],
         special_tokens=names,
     )

@@ -135,12 +135,6 @@ class RequestState:
         if self.finished:
             self.metrics.finished_time = time.monotonic()
 
-    def abort(self) -> None:
-        """End what still runs, as the client asked."""
-        for i, output in enumerate(self.outputs):
-            if output.finish_reason is None:
-                self._finish(i, FinishReason.ABORT)
-
     def _entry(self, token: int, score: Score, count: int) -> dict[int, Logprob]:
         """The chosen token first, then the `count` most likely ones."""
         logprob, rank, ids, top = score

@@ -7,7 +7,6 @@ Pure: they know nothing of requests. `state` is donated; `result` is one int32 b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -153,6 +152,3 @@ def _enter(counts: jax.Array, bias: jax.Array, entries: jax.Array) -> dict[str, 
     counts = counts.at[at(LoadOp.BAN, LoadOp.OUTPUT), token].add(added)
     values = jax.lax.bitcast_convert_type(entries[:, 3], jnp.float32)
     return {"counts": counts, "bias": bias.at[at(LoadOp.BIAS), token].set(values)}
-
-
-StepFunction = Callable[..., tuple[DeviceState, tuple[jax.Array, jax.Array]]]

@@ -58,16 +58,10 @@ def create_state(
     vocab_size: int,
 ) -> DeviceState:
     """A fresh state, all zeros."""
-
-    def make() -> DeviceState:
-        caches = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(specs, num_pages, page_size)
-        )
-        return DeviceState(
-            caches=caches,
-            last_token=jnp.zeros((slots + 1,), jnp.int32),
-            counts=jnp.zeros((slots + 1, vocab_size), jnp.int32),
-            bias=jnp.zeros((slots + 1, vocab_size), jnp.float32),
-        )
-
-    return make()
+    shapes = cache_shapes(specs, num_pages, page_size)
+    return DeviceState(
+        caches=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        last_token=jnp.zeros((slots + 1,), jnp.int32),
+        counts=jnp.zeros((slots + 1, vocab_size), jnp.int32),
+        bias=jnp.zeros((slots + 1, vocab_size), jnp.float32),
+    )

@@ -16,7 +16,6 @@ from jinja2.exceptions import TemplateError
 
 from jaxinfer.errors import ConfigError, InvalidRequest
 from jaxinfer.text.sandbox import ChatEnvironment
-from jaxinfer.text.tokenizer import Tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -55,11 +54,6 @@ class ChatTemplate:
             "eos_token": eos_token or "",
         }
         self._renders = {name: _compile(name, text) for name, text in sources.items()}
-
-    @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """The model's template, or `source` in its place (--chat-template)."""
-        return cls(source or tokenizer.chat_template, **tokenizer.special_tokens)
 
     def render(
         self,

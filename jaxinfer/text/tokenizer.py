@@ -1,8 +1,8 @@
 """Text to token ids and back: the `tokenizers` library with the facts that serving needs.
 
-Knows the BOS rule, the end-of-text ids, which ids are special, and the bytes of every token, so
-that detokenization is a table look-up. Never reads the network, never imports transformers, never
-truncates or pads. Called by the engine's front ends, the detokenizer and the weight loaders.
+Knows the BOS rule, which ids are special, and the bytes of every token, so that detokenization is
+a table look-up. What ends a text is the checkpoint's to say. Never reads the network, never imports
+transformers, never truncates or pads. Called by loading.py, the engine's front ends and the detokenizer.
 """
 
 from __future__ import annotations
@@ -99,10 +99,8 @@ class Tokenizer:
         tokenizer: the ready tokenizer; truncation and padding are switched off.
         bos_token: text of the begin-of-text token, or None.
         eos_token: text of the end-of-text token that templates use, or None.
-        eos_ids: all ids that end generation; the id of `eos_token` is added.
         add_bos: True: every prompt gets one BOS. False: none. None: as the post-processor says.
         special_tokens: further names for chat templates ("unk_token" -> text).
-        chat_template: template source, or name -> source, or None.
 
     Raises:
         ConfigError: a named token is not in the vocabulary, or the decoder is not supported.
@@ -114,22 +112,18 @@ class Tokenizer:
         *,
         bos_token: str | None = None,
         eos_token: str | None = None,
-        eos_ids: Iterable[int] = (),
         add_bos: bool | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | Mapping[str, str] | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.backend = tokenizer
         self.bos_token, self.eos_token, self.add_bos = bos_token, eos_token, add_bos
-        self.chat_template = chat_template
         named = {"bos_token": bos_token, "eos_token": eos_token, **(special_tokens or {})}
         self.special_tokens = {name: text for name, text in named.items() if text is not None}
         _mark_special(tokenizer, self.special_tokens.values())
         self.bos_id = self._named_id("bos_token", bos_token)
-        eos_id = self._named_id("eos_token", eos_token)
-        self.eos_ids = frozenset(eos_ids) | (frozenset() if eos_id is None else {eos_id})
+        self._named_id("eos_token", eos_token)  # refuses one that is not in the vocabulary
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         if add_bos and self.bos_id is None:
@@ -167,10 +161,8 @@ class Tokenizer:
             backend,
             bos_token=bos_token,
             eos_token=known.pop("eos_token", None),
-            eos_ids=_config_eos_ids(folder),
             add_bos=None if add_bos is None or bos_token is None else bool(add_bos),
             special_tokens=known,
-            chat_template=_read_template(folder, config),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -318,22 +310,3 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Non
                 f"tokenizer_config.json says {text!r} is id {key}, but tokenizer.json makes it "
                 f"{backend.token_to_id(text)}; the two files do not belong together"
             )
-
-
-def _config_eos_ids(folder: Path) -> frozenset[int]:
-    """eos_token_id of generation_config.json and config.json: all of them end generation."""
-    model = _read_json(folder / "config.json")
-    sources = [_read_json(folder / "generation_config.json"), model, model.get("text_config") or {}]
-    found: set[int] = set()
-    for source in sources:
-        value = source.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
-
-
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        return {entry["name"]: entry["template"] for entry in source}
-    return source

@@ -10,8 +10,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jaxinfer.errors import ConfigError, InvalidRequest
 from jaxinfer.text import sandbox
 from jaxinfer.text.chat import ChatTemplate
-from jaxinfer.text.tokenizer import Tokenizer
-from tests.text.vocabularies import BOS, byte_backend
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -342,9 +340,3 @@ def test_long_conversations_are_within_the_bounds():
     messages = [USER, ASSISTANT] * 2000
     assert ChatTemplate(CHATML).render(messages).count("<|im_start|>") == 4001
     assert len(ChatTemplate(LLAMA3).render([{"role": "user", "content": "x" * 2_000_000}])) > 2e6
-
-
-def test_template_from_the_tokenizer():
-    tokenizer = Tokenizer(byte_backend(), bos_token=BOS, chat_template="{{ bos_token }}hi")
-    assert ChatTemplate.from_tokenizer(tokenizer).render([USER]) == BOS + "hi"
-    assert ChatTemplate.from_tokenizer(tokenizer, source="own").render([USER]) == "own"

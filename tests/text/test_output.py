@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.text.output import OutputText, TextDelta
+from jaxinfer.text.output import OutputText
 from jaxinfer.types import SamplingParams
 from tests.text.vocabularies import EOS, IM_END, byte_tokenizer, count_decoding, token_id
 
@@ -19,62 +19,59 @@ def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
 
-def run(chunks: list[list[int]], **params) -> tuple[str, str | None, int]:
+def run(chunks: list[list[int]], **params) -> tuple[str, str | None]:
     output = OutputText(BYTES, SamplingParams(**params))
-    text, last = "", TextDelta("", None, 0)
-    for chunk in chunks:
-        last = output.push(chunk)
-        text += last.text
+    text = "".join(output.push(chunk).text for chunk in chunks)
     last = output.finish()
-    return text + last.text, last.stop, last.kept_tokens
+    return text + last.text, last.stop
 
 
-def test_kept_tokens_end_with_the_token_that_completes_the_stop():
+def test_text_is_held_until_no_stop_can_begin_in_it():
     output = OutputText(BYTES, SamplingParams(stop="DEF"))
-    assert output.push(ids_of("AB")) == ("AB", None, 2)
-    assert output.push(ids_of("CDE")) == ("C", None, 5)
-    assert output.push(ids_of("FGH")) == ("", "DEF", 6)
-    assert output.push(ids_of("I")) == ("", "DEF", 6)
-    assert output.finish() == ("", "DEF", 6)
+    assert output.push(ids_of("AB")) == ("AB", None)
+    assert output.push(ids_of("CDE")) == ("C", None)
+    assert output.push(ids_of("FGH")) == ("", "DEF")
+    assert output.push(ids_of("I")) == ("", "DEF")
+    assert output.finish() == ("", "DEF")
 
 
 def test_text_after_the_stop_within_its_token_is_dropped():
     lead = token_id(BYTES, "Ġlead")
-    assert run([[0x61, lead, 0x62]], stop="le") == ("a ", "le", 2)
+    assert run([[0x61, lead, 0x62]], stop="le") == ("a ", "le")
     kept = run([[0x61, lead, 0x62]], stop="le", include_stop_str_in_output=True)
-    assert kept == ("a le", "le", 2)
+    assert kept == ("a le", "le")
 
 
 @pytest.mark.parametrize("one_push", [True, False])
 def test_stop_equal_to_a_hidden_special_token(one_push: bool):
     ids = [*ids_of("hi"), END, *ids_of("x")]
     chunks = [ids] if one_push else [[i] for i in ids]
-    assert run(chunks, stop=[IM_END]) == ("hi", IM_END, 3)
-    assert run(chunks, stop=["i" + IM_END]) == ("h", "i" + IM_END, 3)
-    assert run(chunks, stop=[IM_END], skip_special_tokens=False) == ("hi", IM_END, 3)
+    assert run(chunks, stop=[IM_END]) == ("hi", IM_END)
+    assert run(chunks, stop=["i" + IM_END]) == ("h", "i" + IM_END)
+    assert run(chunks, stop=[IM_END], skip_special_tokens=False) == ("hi", IM_END)
     kept = run(chunks, stop=[IM_END], include_stop_str_in_output=True)
-    assert kept == ("hi" + IM_END, IM_END, 3)
-    assert run(chunks, stop=["zz"]) == ("hix", None, 4)
+    assert kept == ("hi" + IM_END, IM_END)
+    assert run(chunks, stop=["zz"]) == ("hix", None)
 
 
 def test_held_text_and_unfinished_bytes_come_out_at_the_end():
-    assert run([ids_of("a"), ids_of(",b")], stop=["b,c"]) == ("a,b", None, 3)
-    assert run([ids_of("a,b"), [0xC3]], stop=["b,c"]) == ("a,b\ufffd", None, 4)
+    assert run([ids_of("a"), ids_of(",b")], stop=["b,c"]) == ("a,b", None)
+    assert run([ids_of("a,b"), [0xC3]], stop=["b,c"]) == ("a,b\ufffd", None)
     think = token_id(BYTES, "</think>")
     ids = [*ids_of("b,"), think, *ids_of("b")]
-    assert run([ids], stop=["b,c", "</thinker>"]) == run([ids]) == ("b,</think>b", None, 4)
+    assert run([ids], stop=["b,c", "</thinker>"]) == run([ids]) == ("b,</think>b", None)
 
 
 @pytest.mark.parametrize("stops", [[], ["zz"]])
 def test_text_of_the_final_stop_token(stops: list[str]):
     for last, shown in ((EOS_ID, ""), (0x21, "!")):
         output = OutputText(BYTES, SamplingParams(stop=stops))
-        assert output.push([0x61, last], final_stop_token=True) == ("a", None, 2)
-        assert output.finish() == ("", None, 2)
+        assert output.push([0x61, last], final_stop_token=True) == ("a", None)
+        assert output.finish() == ("", None)
         params = SamplingParams(stop=stops, include_stop_str_in_output=True)
         output = OutputText(BYTES, params)
         delta = output.push([0x61, last], final_stop_token=True)
-        assert delta == ("a" + shown, None, 2)
+        assert delta == ("a" + shown, None)
 
 
 def test_final_stop_token_completes_a_stop_string():
@@ -82,19 +79,19 @@ def test_final_stop_token_completes_a_stop_string():
         output = OutputText(BYTES, SamplingParams(stop=stop))
         first = output.push(ids_of("hi"))
         last = output.push([END], final_stop_token=True)
-        assert (first.text + last.text, last.stop, last.kept_tokens) == (text, stop, 3)
+        assert (first.text + last.text, last.stop) == (text, stop)
 
 
 def test_without_detokenization_nothing_is_decoded():
     output = OutputText(BYTES, SamplingParams(detokenize=False), prompt_ids=[-1])
-    assert output.push([1, 2, 3]) == ("", None, 3)
-    assert output.finish() == ("", None, 3)
+    assert output.push([1, 2, 3]) == ("", None)
+    assert output.finish() == ("", None)
 
 
 def test_stop_strings_wait_for_min_tokens():
     ids = ids_of("ababab")
-    assert run([ids], stop="ab", min_tokens=3) == ("abab", "ab", 6)
-    assert run([[i] for i in ids], stop="ab", min_tokens=2) == ("ab", "ab", 4)
+    assert run([ids], stop="ab", min_tokens=3) == ("abab", "ab")
+    assert run([[i] for i in ids], stop="ab", min_tokens=2) == ("ab", "ab")
 
 
 @settings(max_examples=100, deadline=None)
@@ -108,9 +105,9 @@ def test_stream_and_single_push_agree(data: st.DataObject):
         "min_tokens": data.draw(st.integers(0, 3)),
     }
     assert run([[i] for i in ids], **params) == run([ids], **params)
-    text, stop, kept = run([ids], **params)
+    text, stop = run([ids], **params)
     if stop is None:
-        assert (text, kept) == (BYTES.decode(ids, params["skip_special_tokens"]), len(ids))
+        assert text == BYTES.decode(ids, params["skip_special_tokens"])
 
 
 @pytest.mark.parametrize("stops", [[], ["\n\nUser:", "###", IM_END]], ids=["bare", "stops"])

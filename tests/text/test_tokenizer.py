@@ -68,9 +68,9 @@ def test_special_tokens_in_text_become_their_ids_and_are_hidden_in_the_answer():
 def test_named_tokens_of_the_vocabulary_become_special():
     backend = byte_backend()
     backend.add_tokens([AddedToken("<end>", normalized=False)])
-    tokenizer = Tokenizer(backend, eos_token="<end>", eos_ids=[7])
+    tokenizer = Tokenizer(backend, eos_token="<end>")
     end = token_id(tokenizer, "<end>")
-    assert tokenizer.eos_ids == {7, end} and end in tokenizer.special_ids
+    assert end in tokenizer.special_ids
     assert tokenizer.decode([0x61, end]) == "a"
 
 
@@ -134,29 +134,20 @@ def test_from_dir_reads_all_sources(tmp_path: Path):
             "bos_token": {"content": BOS, "lstrip": False},
             "eos_token": None,
             "add_bos_token": True,
-            "chat_template": TEMPLATE,
             "added_tokens_decoder": {"271": {"content": "</think>", "special": True}},
         },
         special_tokens_map={"eos_token": EOS, "pad_token": EOS},
-        generation_config={"eos_token_id": [2, 7, 9]},
-        config={"eos_token_id": 2, "text_config": {"eos_token_id": 11}},
     )
     tokenizer = Tokenizer.from_dir(folder)
-    assert tokenizer.eos_ids == {2, 7, 9, 11, token_id(tokenizer, EOS)}
     assert tokenizer.special_tokens == {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS}
     assert tokenizer.encode("hi") == [tokenizer.bos_id, token_id(tokenizer, "hi")]
     assert tokenizer.is_special(271) and tokenizer.vocab_size == 272
-    assert ChatTemplate.from_tokenizer(tokenizer).render(HI) == BOS + "<|im_start|>hi<|im_end|>"
 
 
-def test_from_dir_with_named_templates_and_a_template_file(tmp_path: Path):
-    entries = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
-    folder = write_folder(tmp_path, tokenizer_config={"chat_template": entries})
-    tokenizer = Tokenizer.from_dir(folder)
-    assert tokenizer.chat_template == {"default": "d", "tool_use": "t"}
-    assert tokenizer.add_bos is None and tokenizer.eos_ids == frozenset()
-    (folder / "chat_template.jinja").write_text("file é", encoding="utf-8")
-    assert Tokenizer.from_dir(folder).chat_template == "file é"
+def test_from_dir_with_tokenizer_json_alone(tmp_path: Path):
+    tokenizer = Tokenizer.from_dir(write_folder(tmp_path))
+    assert tokenizer.add_bos is None and tokenizer.special_tokens == {}
+    assert tokenizer.encode("hi") == [token_id(tokenizer, "hi")]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +156,7 @@ def test_from_dir_with_named_templates_and_a_template_file(tmp_path: Path):
         ("tokenizer.json", None, "has no tokenizer.json"),
         ("tokenizer.json", "{", "tokenizer.json.*cannot be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("config.json", "[]", "config.json must hold a JSON object"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"999": {"content": "<new>", "special": true}}}',
