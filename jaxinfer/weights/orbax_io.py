@@ -1,7 +1,7 @@
 """Orbax checkpoints: a converted parameter tree that restores straight into a target sharding.
 
 A directory made here is a complete model reference: config, tokenizer and chat template lie beside
-the arrays. It appears in one rename, or not at all. Called by `jaxinfer convert` and source.py.
+the arrays. It appears in one rename, whole or not at all. Called by `jaxinfer convert` and source.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ import orbax.checkpoint as ocp
 from jaxinfer.errors import ConfigError, WeightsError
 from jaxinfer.params import ParamSpec
 from jaxinfer.weights.loader import ShardingFor, leaf_dtype
-from jaxinfer.weights.source import ARRAYS, Checkpoint
+from jaxinfer.weights.source import ARRAYS, Checkpoint, Progress
 
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def save_orbax(path: Path, params: Any, checkpoint: Checkpoint, *, overwrite: bool = False) -> None:
     """Write `params` and everything that makes `checkpoint` usable to the new directory `path`.
+
+    `path` never holds a part of a model. With `overwrite` the old one is renamed aside, the new one
+    renamed in, the old one deleted; between the two renames there is no `path`, and a process killed
+    just there leaves both beside it, in a folder called ".NAME-" and random letters. If the second
+    rename fails the old one is put back.
 
     Raises ConfigError if `path` exists, unless `overwrite` is set and it is such a directory.
     """
@@ -42,17 +47,33 @@ def save_orbax(path: Path, params: Any, checkpoint: Checkpoint, *, overwrite: bo
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(new / ARRAYS, params)
             checkpointer.wait_until_finished()
-        if path.exists():
-            path.rename(Path(folder) / "old")
+        _replace(path, new, Path(folder) / "old")
+
+
+def _replace(path: Path, new: Path, old: Path) -> None:
+    """Rename `new` to `path`; what was there becomes `old`, or stays if that fails."""
+    moved = path.exists()
+    if moved:
+        path.rename(old)
+    try:
         new.rename(path)
+    except BaseException:
+        if moved:
+            old.rename(path)
+        raise
 
 
 def load_orbax(
-    path: Path, specs_tree: Any, dtype: str, sharding_for: ShardingFor | None = None
+    path: Path,
+    specs_tree: Any,
+    dtype: str,
+    sharding_for: ShardingFor | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """The parameter tree of `specs_tree`, every leaf restored into its sharding and dtype.
 
-    sharding_for None puts everything on the default device. Raises WeightsError listing missing,
+    sharding_for None puts everything on the default device. `progress` hears of the start and of the
+    end: the restore itself reports nothing. Raises WeightsError listing missing,
     unused and mis-shaped leaves.
     """
     arrays = path.absolute() / ARRAYS
@@ -73,10 +94,16 @@ def load_orbax(
         except (OSError, ValueError, AttributeError) as error:
             raise WeightsError(f"{arrays} is no complete Orbax checkpoint: {error}") from error
         _compare(arrays, _shapes(stored), _shapes(target))
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target))
+        if progress:
+            progress("loading weights", 0, total)
         try:
-            return checkpointer.restore(arrays, target)
+            params = checkpointer.restore(arrays, target)
         except (OSError, ValueError) as error:
             raise WeightsError(f"{arrays} cannot be restored: {error}") from error
+    if progress:
+        progress("loading weights", total, total)
+    return params
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -137,11 +137,14 @@ class Checkpoint:
         ignored: Sequence[re.Pattern[str]] = (),
         progress: Progress | None = None,
     ) -> Any:
-        """The parameter tree of `specs_tree` on the devices; see loader.load_params."""
+        """The parameter tree of `specs_tree` on the devices; see loader.load_params.
+
+        `progress` counts bytes; Orbax restores in one go, so there it tells the start and the end.
+        """
         if self.kind == "orbax":
             from jaxinfer.weights.orbax_io import load_orbax
 
-            return load_orbax(self.path, specs_tree, dtype, sharding_for)
+            return load_orbax(self.path, specs_tree, dtype, sharding_for, progress)
         from jaxinfer.weights.loader import load_params
 
         return load_params(

@@ -76,6 +76,33 @@ def test_a_failed_save_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_overwrite_that_fails_keeps_the_old_model(
+    tiny: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def refuse(source: Path, target: Path) -> Path:
+        if source.name == "new":
+            raise PermissionError("injected")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    other = dict(PARAMS, embed=PARAMS["embed"] + 1)
+    with pytest.raises(PermissionError):
+        save_orbax(converted, other, resolve(str(tiny)), overwrite=True)
+    assert np.array_equal(load_orbax(converted, SPECS, "float32")["embed"], PARAMS["embed"])
+    assert [p.name for p in converted.parent.iterdir()] == ["out"], "no leftovers"
+
+
+def test_progress_of_a_restore(converted: Path) -> None:
+    heard: list[tuple[str, int, int]] = []
+    resolve(str(converted)).load(
+        SPECS, None, "bfloat16", progress=lambda *report: heard.append(report)
+    )
+    size = 2 * (6 * 4 + 4 + 4)
+    assert heard == [("loading weights", 0, size), ("loading weights", size, size)]
+
+
 def test_leaves_that_do_not_fit_are_listed(converted: Path) -> None:
     wrong = {"embed": ParamSpec((5, 4), (None, None)), "layers": SPECS["layers"][:1]}
     wrong["head"] = ParamSpec((4,), (None,))
