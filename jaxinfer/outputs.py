@@ -44,6 +44,7 @@ class RequestState:
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
+        self._prompt_ids = list(prompt.token_ids)  # one list for all snapshots
         self.requests = list(requests)
         self.params: SamplingParams = requests[0].params
         self._tokenizer = tokenizer
@@ -146,17 +147,17 @@ class RequestState:
         return entry
 
     def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
-        text = self._tokenizer.decode([token], False) if self._tokenizer else None
+        text = self._tokenizer.token_text(token) if self._tokenizer else None
         return Logprob(clamp_logprob(logprob), int(rank), text)
 
     def output(self) -> RequestOutput:
-        """A snapshot: later updates do not change it.
+        """A snapshot: later updates do not change it. All of a request's share prompt_token_ids.
 
         prompt_logprobs is None until the request has ended, and if it ended before all were there.
         """
         scores = self._prompt_scores
         prompt_logprobs = None
-        ids = self.prompt.token_ids
+        ids = self._prompt_ids
         if scores is not None and self.finished and len(scores) == len(ids):
             count = self.params.prompt_logprobs or 0
             prompt_logprobs = [
@@ -165,7 +166,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=list(self.prompt.token_ids),
+            prompt_token_ids=self._prompt_ids,
             outputs=[_copy(output) for output in self.outputs],
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,

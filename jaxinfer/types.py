@@ -282,7 +282,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has yielded so far: the whole of it once `finished`."""
+    """What a request has yielded so far: the whole of it once `finished`.
+
+    All items of a stream share one prompt_token_ids: copy it before you change it.
+    """
 
     request_id: str
     prompt: str | None

@@ -102,6 +102,8 @@ def test_several_outputs_are_streamed_by_index(engine, llm):
 def test_a_snapshot_does_not_change(engine):
     stream = run(collect(engine, PROMPT, LONG))
     assert [len(ids(output)) for output in stream] == sorted({len(ids(o)) for o in stream})
+    assert len({id(output.prompt_token_ids) for output in stream}) == 1, "copied for every item"
+    assert stream[0].prompt_token_ids == PROMPT
     assert stream[0].metrics.finished_time is None
     assert stream[-1].metrics.finished_time is not None
 
