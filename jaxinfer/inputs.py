@@ -54,7 +54,12 @@ class InputProcessor:
         self._count = itertools.count(1)  # event loops share it; next() is atomic
 
     def prompt(self, prompt: Any, add_special_tokens: bool = True) -> Prompt:
-        """Read a prompt: text, a list of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}."""
+        """Read a prompt: text, a list of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
+
+        A Prompt that this has returned comes back as it is.
+        """
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, Mapping):
             prompt = self._from_mapping(prompt)
         if isinstance(prompt, str):

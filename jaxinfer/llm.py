@@ -96,6 +96,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: text, token ids, or dicts with `prompt` or `prompt_token_ids`, one or many.
 
+        What `prompt` and `chat_prompt` return is taken, too.
+
         Returns one finished RequestOutput a prompt, in order. Raises InvalidRequest (before anything
         runs) if any prompt or parameter is out of range, CapacityError if one can never fit.
         """
@@ -121,6 +123,15 @@ class LLM:
             for m in (messages if many else [messages])
         ]
         return self._run(prompts, sampling_params, use_tqdm, 0)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.core.max_model_len
+
+    def prompt(self, prompt: Any) -> Prompt:
+        """Tokenize and check one prompt. Raises InvalidRequest."""
+        return self._inputs.prompt(prompt)
 
     def chat_prompt(
         self,
@@ -229,7 +240,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
 
 def _as_list(prompts: Any) -> list[Any]:
     """One prompt or many -> many. A flat list of ints is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, Prompt)):
         return [prompts]
     if isinstance(prompts, (list, tuple)):
         if prompts and all(isinstance(p, int) for p in prompts):

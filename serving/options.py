@@ -96,7 +96,7 @@ def parse_bias(name: str, items: list[str]) -> dict[int, float]:
 SAMPLING = (
     Flag("n", int, "outputs for each prompt"),
     Flag("best_of", int, "not supported: use --n and choose among the outputs"),
-    Flag("max_tokens", int, "most tokens to generate  [default: 128]"),
+    Flag("max_tokens", int, "most tokens to generate  [default: 128, or what room is left]"),
     Flag("min_tokens", int, "no end before this many tokens"),
     Flag("temperature", float, "0 is greedy"),
     Flag("top_k", int, "draw from the k most likely tokens; 0 is off"),

@@ -69,15 +69,24 @@ def generate(
     )
     if chat:
         head = [] if system is None else [{"role": "system", "content": system}]
-        outputs = llm.chat([[*head, {"role": "user", "content": t}] for t in texts], params)
+        prompts = [llm.chat_prompt([*head, {"role": "user", "content": t}]) for t in texts]
     else:
-        outputs = llm.generate([*texts, *ids], params)
+        prompts = [llm.prompt(p) for p in [*texts, *ids]]
+    chosen = [params] * len(prompts)
+    if "max_tokens" not in sampling:
+        room = [llm.max_model_len - len(p.token_ids) for p in prompts]
+        chosen = [params if n >= DEFAULT_MAX_TOKENS else _up_to_the_end(params) for n in room]
+    outputs = llm.generate(prompts, chosen)
     if as_json:
         print_json([output_json(output, params, load_s) for output in outputs])
     else:
         for shown, output in zip([*texts, *ids], outputs, strict=True):
             _print_text(shown, output, params.detokenize)
     return 1 if any(output.error for output in outputs) else 0
+
+
+def _up_to_the_end(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_tokens=None)
 
 
 def read_text(name: str, path: Path) -> str:

@@ -100,6 +100,21 @@ def test_generate_json(capsys: pytest.CaptureFixture[str], forced: str, tmp_path
         assert output["num_cached_tokens"] == 0 and output["error"] is None
 
 
+def test_the_default_of_max_tokens_is_cut_to_the_room(
+    capsys: pytest.CaptureFixture[str], tiny: Path
+) -> None:
+    """But what the user asks for is refused if it does not fit."""
+    short = ["generate", "-m", str(tiny), *ENGINE, "--max-model-len", "64", "--ignore-eos"]
+    outputs = answer(capsys, *short, "-p", "abc", "-p", "x" * 60)
+    assert [len(o["outputs"][0]["token_ids"]) for o in outputs] == [61, 4]
+    assert main([*short, "-p", "abc", "--max-tokens", "62", "--json"]) == 2
+    assert "max_tokens=62" in capsys.readouterr().out
+    assert main([*short, "-p", "x" * 64, "--json"]) == 2
+    assert "leaves no room" in capsys.readouterr().out
+    (long,) = answer(capsys, *("generate", "-m", str(tiny), *ENGINE, "--ignore-eos", "-p", "abc"))
+    assert len(long["outputs"][0]["token_ids"]) == 128
+
+
 def test_generate_logprobs(capsys: pytest.CaptureFixture[str], forced: str) -> None:
     """CHAIN: the follower has logit 20, all others 0."""
     (output,) = answer(

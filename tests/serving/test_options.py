@@ -13,6 +13,7 @@ import pytest
 
 import jaxinfer.llm
 from jaxinfer.config import EngineConfig
+from jaxinfer.inputs import Prompt
 from jaxinfer.types import CompletionOutput, RequestOutput, SamplingParams
 from serving.cli import main
 from serving.commands import bench, chat, convert, crosscheck, doctor, generate
@@ -75,10 +76,15 @@ class RecordingLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.25)
 
-    def generate(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
-        type(self).params = params
-        outputs = [CompletionOutput(i, finish_reason="stop") for i in range(params.n)]
-        return [RequestOutput("0", p, [1], outputs, finished=True) for p in prompts]
+    max_model_len = 1 + 128
+
+    def prompt(self, prompt: str) -> Prompt:
+        return Prompt(prompt, (1,))
+
+    def generate(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[RequestOutput]:
+        (type(self).params,) = params
+        outputs = [CompletionOutput(i, finish_reason="stop") for i in range(params[0].n)]
+        return [RequestOutput("0", p.text, [1], outputs, finished=True) for p in prompts]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
