@@ -29,7 +29,7 @@ from jaxinfer.crosscheck.compare import (
 from jaxinfer.crosscheck.exchange import Progress, Reference, Request, Sequence, read_reference
 from jaxinfer.crosscheck.forward import Ours, run_forward
 from jaxinfer.crosscheck.prompts import NamedPrompt
-from jaxinfer.errors import InvalidRequest
+from jaxinfer.errors import InvalidRequest, JaxinferError
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams
 
@@ -153,16 +153,18 @@ def crosscheck(
 
 
 def _serve(llm: LLM, prompts: list[NamedPrompt], max_tokens: int) -> list[Served]:
-    """Greedy continuations of all prompts at once, as the engine serves them."""
+    """Greedy continuations of all prompts at once, as the engine serves them; JaxinferError if one fails."""
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, logprobs=0, prompt_logprobs=0, detokenize=False
     )
     outputs = llm.generate([p.token_ids for p in prompts], params)
     served = []
-    for output in outputs:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if output.error is not None:
+            raise JaxinferError(f"prompt {prompt.name!r} could not be served: {output.error}")
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs or []
-        prompt = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
-        found = [e[t].logprob for t, e in prompt if e is not None]
+        scored = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+        found = [e[t].logprob for t, e in scored if e is not None]
         found += [e[t].logprob for t, e in zip(tokens, entries, strict=True)]
         served.append(Served(tokens, np.asarray(found)))
     return served

@@ -156,6 +156,19 @@ def test_what_cannot_run(
         assert fragment in answer["error"]["message"]
 
 
+def test_a_model_of_nan_is_a_clear_error(
+    capsys: pytest.CaptureFixture[str], healthy: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(healthy, tmp_path / "nan")
+    tensors = load_file(tmp_path / "nan" / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
+    code, answer = run(capsys, tmp_path / "nan", prompt_file, "--max-tokens", "1")
+    assert code == 2
+    assert "could not be served" in answer["error"]["message"]
+    assert "not finite" in answer["error"]["message"]
+
+
 def test_no_interpreter_tells_how_to_make_one(
     capsys: pytest.CaptureFixture[str],
     healthy: Path,
