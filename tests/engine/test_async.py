@@ -13,7 +13,7 @@ import pytest
 from jaxinfer import Engine, SamplingParams
 from jaxinfer.errors import CapacityError, InvalidRequest
 from jaxinfer.loading import LoadedModel
-from jaxinfer.types import RequestOutput
+from jaxinfer.types import Logprob, RequestOutput
 from tests.engine.conftest import SMALL
 from tests.engine.requests import GREEDY, PROMPT, ask, ids, mixed_requests, tokens
 
@@ -68,8 +68,20 @@ async def settle(engine: Engine) -> None:
     engine.core.check()
 
 
+def assert_same_logprobs(
+    ours: list[dict[int, Logprob]] | None, known: list[dict[int, Logprob]]
+) -> None:
+    """The same tokens in the same order, with their values, ranks and texts."""
+    assert [list(row) for row in ours or []] == [list(row) for row in known]
+    for row, wanted in zip(ours or [], known, strict=True):
+        for entry, other in zip(row.values(), wanted.values(), strict=True):
+            assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert (entry.rank, entry.decoded_token) == (other.rank, other.decoded_token)
+
+
 def test_streams_equal_the_offline_outputs(engine, llm):
-    """16 at once on 4 slots; each item holds all so far, and text only grows."""
+    """16 at once on 4 slots; each item holds all so far, and text only grows. R-LPB-03: entries of
+    log-probabilities are those of the offline run, whatever the chunks."""
     items = mixed_requests(16, 256, seed=1, longest=60)
 
     async def main() -> list[list[RequestOutput]]:
@@ -88,7 +100,10 @@ def test_streams_equal_the_offline_outputs(engine, llm):
             assert new.text.startswith(old.text) and "\ufffd" not in old.text[len(new.text) :]
             assert new.token_ids[: len(old.token_ids)] == old.token_ids
         if known.logprobs is not None:
-            assert [list(r) for r in final.logprobs or []] == [list(r) for r in known.logprobs]
+            assert_same_logprobs(final.logprobs, known.logprobs)
+            for output in stream:
+                so_far = output.outputs[0]
+                assert_same_logprobs(so_far.logprobs, known.logprobs[: len(so_far.token_ids)])
     run(settle(engine))
 
 

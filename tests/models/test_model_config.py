@@ -79,6 +79,7 @@ def test_structures_match(name: str) -> None:
     ],
 )
 def test_max_length(scaling: dict[str, Any] | None, expected: int) -> None:
+    """R-WLD-05: what the length is derived to be, where a scaling is given."""
     assert read(rope_scaling=scaling).max_length == expected
 
 
@@ -88,6 +89,7 @@ def test_max_length_that_includes_the_factor() -> None:
 
 
 def test_length_dependent_rope() -> None:
+    """R-WLD-04: the rule is fixed by a request's prompt length; pages of other rules are not shared."""
     dynamic, longrope = read("llama_dynamic"), read("llama_longrope")
     assert dynamic.length_dependent_rope and longrope.length_dependent_rope
     assert not read().length_dependent_rope and read().rope_key(10**6) == 0
@@ -114,6 +116,7 @@ def test_windows() -> None:
 
 
 def test_explicit_head_dim_is_used_everywhere() -> None:
+    """R-WLD-03: projections, rope, pages and the softmax scale."""
     config = read(head_dim=32)
     family = get_family(config)
     specs = family.param_specs(config)
@@ -125,6 +128,7 @@ def test_explicit_head_dim_is_used_everywhere() -> None:
 
 
 def test_tied_head_has_no_leaf() -> None:
+    """R-WLD-02: the head is the embedding, so there is no second parameter left to chance."""
     tied, free = read("llama_tied"), read()
     assert "lm_head" not in get_family(tied).param_specs(tied)
     assert "lm_head" in get_family(free).param_specs(free)

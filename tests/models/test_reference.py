@@ -43,7 +43,11 @@ def test_every_case_is_recorded(recordings: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, recordings: dict[str, np.ndarray]) -> None:
-    """One shot, in chunks beside decoding, token by token: the logits of every position."""
+    """One shot, in chunks beside decoding, token by token: the logits of every position.
+
+    Among the cases: R-WLD-02 (tied heads), R-WLD-03 (explicit head_dim), R-WLD-04 (dynamic rope at
+    20, 32, 33 and 50 tokens), R-WLD-05 (a linear rope scaling of every architecture that takes one).
+    """
     config, params = parameters(case, recordings)
     driver = Driver(config, params, ROWS, BLOCKS)
     longest = CASE_LENGTHS[case][-1]
