@@ -7,7 +7,9 @@ shape of the model itself, is in model_config.py. Imports no JAX.
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.layout import StepShape
@@ -135,14 +137,37 @@ ALIASES = {
 }
 
 
+# Options of vLLM that say what happens here anyway at one value, and ask for something else at any other:
+# (that value, why).
+FIXED: dict[str, tuple[object, str]] = {
+    "tensor_parallel_size": (1, "a model runs on one device"),
+    "pipeline_parallel_size": (1, "a model runs on one device"),
+    "trust_remote_code": (False, "a checkpoint's own code is never run"),
+    "enforce_eager": (False, "every step is compiled"),
+    "enable_chunked_prefill": (True, "prompts are always prefilled in chunks"),
+    "swap_space": (0, "preempted requests are computed again, never swapped out"),
+    "quantization": (None, "the checkpoint's file says how its weights are stored"),
+    "load_format": ("auto", "the checkpoint's files say their format"),
+    "disable_log_stats": (True, "no statistics are logged; Engine.stats() has them"),
+}
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
 def engine_config(**options: object) -> EngineConfig:
-    """An EngineConfig from keyword options, vLLM's names included; unknown ones are refused with a hint."""
+    """An EngineConfig from keyword options, vLLM's names included; unknown ones are refused with a hint.
+
+    Raises ConfigError, also for a compile_cache that cannot be written to.
+    """
     known = {f.name for f in fields(EngineConfig)}
     resolved: dict[str, object] = {}
+    typed: dict[str, str] = {}  # our name -> the one that was given
     for name, value in options.items():
+        if name in FIXED:
+            _check_fixed(name, value)
+            continue
         target = ALIASES.get(name, name)
         if target not in known:
-            near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+            near = difflib.get_close_matches(name, [*known, *ALIASES, *FIXED], n=1)
             hint = (
                 f"; did you mean {near[0]}?"
                 if near
@@ -150,6 +175,36 @@ def engine_config(**options: object) -> EngineConfig:
             )
             raise ConfigError(f"unknown engine option {name}={value!r}{hint}")
         if target in resolved:
-            raise ConfigError(f"engine option {target} is given twice (once as {name})")
-        resolved[target] = value
-    return EngineConfig(**resolved)  # type: ignore[arg-type]  # values are checked by EngineConfig itself
+            first = typed[target]
+            raise ConfigError(
+                f"{first}={resolved[target]!r} and {name}={value!r} are two names of one engine "
+                "option; give one of them"
+            )
+        resolved[target], typed[target] = value, name
+    dtype = resolved.get("dtype")
+    if isinstance(dtype, str):
+        resolved["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    config = EngineConfig(**resolved)  # type: ignore[arg-type]  # it checks the values itself
+    if config.compile_cache:
+        _make_cache_folder(Path(config.compile_cache))
+    return config
+
+
+def _check_fixed(name: str, value: object) -> None:
+    wanted, why = FIXED[name]
+    if isinstance(value, bool) != isinstance(wanted, bool) or value != wanted:
+        raise ConfigError(f"{name}={value!r} is not supported, only {wanted!r}: {why}")
+
+
+def _make_cache_folder(folder: Path) -> None:
+    """A folder that was asked for must work; else JAX warns at each compilation and goes on without."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK | os.X_OK) else "it may not be written to"
+    except (OSError, ValueError) as error:
+        reason = "it is a file" if folder.is_file() else getattr(error, "strerror", None) or error
+    if reason is not None:
+        raise ConfigError(
+            f"compile_cache={str(folder)!r} cannot be used: {reason}; "
+            'give a folder that can be written to, or "" to switch the cache off'
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxinfer.config import ALIASES, EngineConfig, engine_config
+from jaxinfer.config import ALIASES, FIXED, EngineConfig, engine_config
 from jaxinfer.errors import ConfigError
 
 
@@ -34,7 +36,22 @@ from jaxinfer.errors import ConfigError
         ({"compile_cache": 5}, "compile_cache=5"),
         ({"seed": -1}, "seed=-1"),
         ({"page_sise": 16}, "page_sise=16; did you mean page_size"),
-        ({"block_size": 16, "page_size": 16}, "page_size is given twice"),
+        ({"block_size": 16, "page_size": 32}, "block_size=16 and page_size=32 are two names"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*only 1"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True.*only 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*only 1"),
+        ({"trust_remote_code": True}, "trust_remote_code=True.*only False"),
+        ({"trust_remote_code": 0}, "trust_remote_code=0.*only False"),
+        ({"enforce_eager": True}, "enforce_eager=True.*only False"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False.*only True"),
+        ({"swap_space": 4}, "swap_space=4.*only 0"),
+        ({"quantization": "awq"}, "quantization='awq'.*only None"),
+        ({"load_format": "dummy"}, "load_format='dummy'.*only 'auto'"),
+        ({"disable_log_stats": False}, "disable_log_stats=False.*only True"),
+        ({"tensor_paralel_size": 1}, "did you mean tensor_parallel_size"),
+        ({"compile_cache": __file__}, "compile_cache=.*it is a file.*switch the cache off"),
+        ({"compile_cache": "/proc/no/cache"}, "compile_cache='/proc/no/cache' cannot be used"),
+        ({"compile_cache": "a\0b"}, "compile_cache=.*null"),
     ],
     ids=str,
 )
@@ -49,3 +66,23 @@ def test_other_names_mean_the_same(alias: str) -> None:
     values |= {"policy": "lpm", "max_partial_prefills": 2, "long_prefill_threshold": 64}
     name = ALIASES[alias]
     assert engine_config(**{alias: values[name]}) == EngineConfig(**{name: values[name]})
+
+
+def test_harmless_values_of_other_options_change_nothing() -> None:
+    assert engine_config(**{name: value for name, (value, _) in FIXED.items()}) == EngineConfig()
+
+
+@pytest.mark.parametrize(("alias", "dtype"), [("half", "float16"), ("float", "float32")])
+def test_other_names_of_dtypes(alias: str, dtype: str) -> None:
+    assert engine_config(dtype=alias) == EngineConfig(dtype=dtype)
+
+
+def test_a_cache_folder_is_made_and_must_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a" / "b"
+    assert engine_config(compile_cache=str(folder)).compile_cache == str(folder)
+    assert folder.is_dir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not bind root
+    with pytest.raises(ConfigError, match="b' cannot be used: it may not be written to"):
+        engine_config(compile_cache=str(folder))
