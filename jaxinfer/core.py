@@ -36,7 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Counters:
-    """What the core did; a step is one dispatch, one copy in and (unless it only loads) one copy out."""
+    """What the core did; a step is one dispatch, one copy in and one copy out.
+
+    load_steps (long penalty or bias lists of new requests, more than a step carries) copy nothing out.
+    """
 
     steps: int = 0
     load_steps: int = 0

@@ -29,6 +29,7 @@ class StepPlan:
         targets: i32[same]: the token that follows each of `tokens` in its sequence (0 where there is none yet).
         sampled: (row of the step, sequence) for each row that yields an output token.
         chunks: (sequence, position after the chunk) for each prefill chunk of the step.
+        load: sampling state that the step fills before it samples.
         scored: (sequence, first position, first prefill token index, count) for chunks whose prompt
             log-probabilities are wanted: fed positions [first, first + count) score the prompt tokens at
             [first + 1, first + 1 + count). The token index counts positions of the padded prefill region
@@ -43,12 +44,16 @@ class StepPlan:
     targets: np.ndarray
     sampled: list[tuple[int, Sequence]]
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    load: LoadPlan | None = None
     scored: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class LoadPlan:
-    """A step that only fills sampling state of slots (penalty counts, masks, biases); no model run.
+    """Sampling state of slots to fill (penalty counts, masks, biases).
+
+    It travels in the StepPlan that first samples from the slots; what does not fit there comes before
+    it as a step of its own, without a model run.
 
     Attributes:
         resets: (slot, bias fill value) of slots whose state is cleared first; at most LOAD_RESETS.

@@ -162,7 +162,9 @@ class Scheduler:
                 sampled.append((shape.rows + index, sequence))
             plan.chunks.append((sequence, sequence.scheduled))
         # Slots are filled before the step that first samples from them.
-        self._ready.extend(load_plans(s for s in fresh if needs_load(s)))
+        loads = load_plans(s for s in fresh if needs_load(s))
+        plan.load = loads.pop() if loads else None
+        self._ready.extend(loads)
         self._ready.append(plan)
 
     def _claim_decode(self) -> set[Sequence]:

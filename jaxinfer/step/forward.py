@@ -17,12 +17,14 @@ from jaxinfer.cache.spec import CacheSpec
 from jaxinfer.layout import LoadOp, RecordLayout, RowField, RowFlag, StepShape
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import Family
-from jaxinfer.scheduler.plan import LOAD_ENTRIES, LOAD_RESETS, StepOutput
-from jaxinfer.step.pack import Unpacked, unpack
+from jaxinfer.scheduler.plan import LOAD_RESETS, StepOutput
+from jaxinfer.step.pack import HEADER, Unpacked, unpack
 from jaxinfer.step.sampler import sample, token_logprobs
 from jaxinfer.step.state import BAN_BIT, PROMPT_BIT, DeviceState
 from jaxinfer.types import MAX_LOGPROBS
 
+LOAD_CHUNK = 128  # entries that one round of the loading loop enters
+SlotArrays = tuple[jax.Array, jax.Array]  # counts and bias
 SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
@@ -48,6 +50,7 @@ def step(
     view = unpack(buffer, state.last_token, shape, model.layout, model.specs, model.page_size)
     caches, hidden = model.family.forward(params, model.config, state.caches, view.batch)
     logits = model.family.logits(params, model.config, hidden[view.last])
+    state = load(state, buffer[1:HEADER])
     drawn = sample(logits, state, view.rows)
     slots = jnp.where(view.rows.flag(RowFlag.SAMPLE), view.rows[RowField.SLOT], 0)
     token = jnp.maximum(drawn.tokens, 0)
@@ -120,25 +123,33 @@ def unpack_result(result: np.ndarray, shape: StepShape) -> StepOutput:
     )
 
 
-def load(state: DeviceState, buffer: jax.Array) -> DeviceState:
-    """Apply a packed LoadPlan: clear the reset slots, then enter counts, bans and biases."""
-    resets = buffer[1 : 1 + 2 * LOAD_RESETS].reshape(LOAD_RESETS, 2)
-    entries = buffer[1 + 2 * LOAD_RESETS :].reshape(LOAD_ENTRIES, 4)
+def load(state: DeviceState, packed: jax.Array) -> DeviceState:
+    """Apply a packed LoadPlan: clear the reset slots, then enter counts, bans and biases.
+
+    Both are loops over what there is, so that a step with nothing to load pays nothing.
+    """
+    resets = packed[2 : 2 + 2 * LOAD_RESETS].reshape(LOAD_RESETS, 2)
+    entries = packed[2 + 2 * LOAD_RESETS :].reshape(-1, LOAD_CHUNK, 4)
     fills = jax.lax.bitcast_convert_type(resets[:, 1], jnp.float32)
     vocab = state.counts.shape[1]
 
-    def reset(i: jax.Array, arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def reset(i: jax.Array, arrays: SlotArrays) -> SlotArrays:
         counts, bias = arrays
         start = (resets[i, 0], jnp.int32(0))
         counts = jax.lax.dynamic_update_slice(counts, jnp.zeros((1, vocab), jnp.int32), start)
         row = jnp.full((1, vocab), fills[i], jnp.float32)
         return counts, jax.lax.dynamic_update_slice(bias, row, start)
 
-    counts, bias = jax.lax.fori_loop(0, buffer[0], reset, (state.counts, state.bias))
-    return replace(state, **_enter(counts, bias, entries))
+    def enter(i: jax.Array, arrays: SlotArrays) -> SlotArrays:
+        return _enter(*arrays, entries[i])
+
+    arrays = jax.lax.fori_loop(0, packed[0], reset, (state.counts, state.bias))
+    chunks = (packed[1] + LOAD_CHUNK - 1) // LOAD_CHUNK
+    counts, bias = jax.lax.fori_loop(0, chunks, enter, arrays)
+    return replace(state, counts=counts, bias=bias)
 
 
-def _enter(counts: jax.Array, bias: jax.Array, entries: jax.Array) -> dict[str, jax.Array]:
+def _enter(counts: jax.Array, bias: jax.Array, entries: jax.Array) -> SlotArrays:
     slot, token, op = entries[:, 0], entries[:, 1], entries[:, 2]
 
     def at(*ops: LoadOp) -> jax.Array:
@@ -151,4 +162,4 @@ def _enter(counts: jax.Array, bias: jax.Array, entries: jax.Array) -> dict[str, 
     added = jnp.where(op == int(LoadOp.BAN), BAN_BIT, 1)
     counts = counts.at[at(LoadOp.BAN, LoadOp.OUTPUT), token].add(added)
     values = jax.lax.bitcast_convert_type(entries[:, 3], jnp.float32)
-    return {"counts": counts, "bias": bias.at[at(LoadOp.BIAS), token].set(values)}
+    return counts, bias.at[at(LoadOp.BIAS), token].set(values)

@@ -1,7 +1,7 @@
 """Plan -> one int32 buffer on the host, and buffer -> Batch inside the jitted step by static slices.
 
-A buffer holds: the OR of all row flags, the row records, the blocks, the prefill tokens and
-their targets. A new buffer is made each step: the CPU backend may alias it while the step runs.
+A buffer holds: the OR of all row flags, the sampling state to load, the row records, the blocks,
+the prefill tokens and their targets. A new buffer is made each step: the CPU backend may alias it while the step runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jaxinfer.layers.batch import Batch, KindBatch
 from jaxinfer.layout import FLOAT_FIELDS, RecordLayout, RowField, StepShape
 from jaxinfer.scheduler.plan import LOAD_ENTRIES, LOAD_RESETS, LoadPlan, StepPlan
 
-HEADER = 1
+LOAD_SIZE = 2 + LOAD_RESETS * 2 + LOAD_ENTRIES * 4
+HEADER = 1 + LOAD_SIZE
 BLOCK_FIELDS = 3
 
 
@@ -37,6 +38,8 @@ def pack_step(plan: StepPlan, layout: RecordLayout) -> np.ndarray:
     rows[: len(plan.decode)] = plan.decode
     rows[shape.rows : shape.rows + len(plan.prefill)] = plan.prefill
     buffer[0] = np.bitwise_or.reduce(rows[:, RowField.FLAGS])
+    if plan.load is not None:
+        buffer[1:HEADER] = pack_load(plan.load)
     if shape.blocks:
         _pack_blocks(plan, buffer[last:])
     return buffer
@@ -55,7 +58,7 @@ def _pack_blocks(plan: StepPlan, tail: np.ndarray) -> None:
 
 
 def pack_load(plan: LoadPlan) -> np.ndarray:
-    """i32 buffer of a LoadPlan: number of resets, resets (slot, bits), entries (slot, token, op, bits)."""
+    """i32[LOAD_SIZE]: numbers of resets and entries, resets (slot, bits), entries (slot, token, op, bits)."""
     resets = np.zeros((LOAD_RESETS, 2), np.int32)
     entries = np.zeros((LOAD_ENTRIES, 4), np.int32)
     if plan.resets:
@@ -67,11 +70,8 @@ def pack_load(plan: LoadPlan) -> np.ndarray:
         rows = entries[: len(slots)]
         rows[:, 0], rows[:, 1], rows[:, 2] = slots, tokens, [int(op) for op in ops]
         rows[:, 3] = np.asarray(values, np.float32).view(np.int32)
-    head = np.asarray([len(plan.resets)], np.int32)
+    head = np.asarray([len(plan.resets), len(plan.entries)], np.int32)
     return np.concatenate([head, resets.ravel(), entries.ravel()])
-
-
-LOAD_SIZE = 1 + LOAD_RESETS * 2 + LOAD_ENTRIES * 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ class NullModel:
         for slot, fill in plan.resets:
             self.slots[slot] = Slot(set(), Counter(), set(), {}, fill)
         for slot, token, op, value in plan.entries:
+            if slot not in self.slots:  # its sequence ended when an earlier load failed
+                continue
             state = self.slots[slot]
             if op is LoadOp.PROMPT:
                 state.prompt.add(token)
@@ -250,6 +252,8 @@ class Runner:
         if isinstance(plan, LoadPlan):
             self.model.load(plan)
         elif plan is not None:
+            if plan.load is not None:
+                self.model.load(plan.load)
             self.inflight.append((plan, self.model.run(plan)))
         return plan is not None
 

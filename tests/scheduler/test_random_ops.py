@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.layout import LoadOp
 from jaxinfer.scheduler import LoadPlan
+from jaxinfer.scheduler.plan import LOAD_ENTRIES
 from jaxinfer.types import FinishReason
 from tests.scheduler.null_model import FULL, Runner, request, window
 
@@ -115,13 +116,17 @@ def test_failing_steps_end_their_own_sequences_only():
     assert len(runner.reasons) == len(requests)
 
 
+# More than a step carries, so that some of it comes before the step.
+LONG_BIAS = dict.fromkeys(range(LOAD_ENTRIES + 1), 1.0)
+
+
 def test_a_failed_load_ends_the_sequences_of_its_slots():
     runner = Runner()
-    runner.add(request("biased", [1, 2], 4, logit_bias={3: 1.0}))
+    runner.add(request("biased", [1, 2], 4, logit_bias=LONG_BIAS))
     plain = request("plain", [1, 2], 4)
     runner.add(plain)
     plan = runner.scheduler.plan()
-    assert isinstance(plan, LoadPlan) and plan.entries == [(1, 3, LoadOp.BIAS, 1.0)]
+    assert isinstance(plan, LoadPlan) and plan.entries[3] == (1, 3, LoadOp.BIAS, 1.0)
     (update,) = runner.scheduler.fail(plan)
     assert update.sequence.request.request_id == "biased"
     assert update.finish_reason is FinishReason.ERROR
@@ -151,7 +156,7 @@ def test_restart_computes_everything_again(overlap):
 def test_restart_scores_again_what_never_ran():
     """The step behind a failed load was planned but not run: its prompt scores are still owed."""
     runner = Runner(max_num_batched_tokens=128)
-    runner.add(request("biased", [1, 2], 4, logit_bias={3: 1.0}))
+    runner.add(request("biased", [1, 2], 4, logit_bias=LONG_BIAS))
     runner.add(request("scored", list(range(20)), 4, prompt_logprobs=0))
     load = runner.scheduler.plan()
     assert isinstance(load, LoadPlan)

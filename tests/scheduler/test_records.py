@@ -12,14 +12,14 @@ from tests.scheduler.null_model import FULL, Runner, request, window
 
 
 def plans(runner: Runner, *requests) -> tuple[list[LoadPlan], StepPlan]:
-    """Load plans that come before the first step, and that step."""
+    """Load plans that come before and in the first step, and that step."""
     for req in requests:
         runner.add(req)
     loads: list[LoadPlan] = []
     while True:
         plan = runner.scheduler.plan()
         if isinstance(plan, StepPlan):
-            return loads, plan
+            return loads + ([plan.load] if plan.load else []), plan
         assert plan is not None
         loads.append(plan)
 
