@@ -109,6 +109,7 @@ def test_nan_and_inf_are_loaded_as_they_are() -> None:
 
 
 def test_all_missing_unused_and_misshaped_tensors_are_listed() -> None:
+    """R-WLD-02: every tensor of the file is loaded, tied, known to be idle, or an error."""
     source = ArraySource(a=np.ones((2, 3)), b=np.ones(3), extra=np.ones(1), rotary=np.ones(1))
     source.arrays["other"] = np.ones(1)
     specs = [spec(2, 4), spec(9), spec(1), spec(1)]
