@@ -68,12 +68,21 @@ def _build_and_register() -> str:
     path = _build(find_compiler(), cache_dir())
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"the built kernels do not load: {error}") from error
+    except OSError:
+        library = _rebuilt(path)
     for target in _TARGETS:
         capsule = jax.ffi.pycapsule(getattr(library, target))
         jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     return str(path)
+
+
+def _rebuilt(path: Path) -> ctypes.CDLL:
+    """A file that does not load was cut short or damaged: it is made once more."""
+    try:
+        path.unlink()
+        return ctypes.CDLL(str(_build(find_compiler(), cache_dir())))
+    except OSError as error:
+        raise BuildError(f"the built kernels do not load: {error}") from error
 
 
 def find_compiler(names: Sequence[str] = _COMPILERS) -> str:

@@ -130,5 +130,23 @@ def test_a_library_is_built_once_for_a_compiler_and_cpu(fresh, tmp_path):
     assert native._build(str(compiler), folder) != first
 
 
+def test_a_damaged_library_is_built_again(native_kernels, fresh, tmp_path):
+    good = Path(native_kernels).read_bytes()
+    fresh.setattr(native, "cache_dir", lambda: tmp_path)
+    fresh.setattr(native, "_build", lambda compiler, folder: _write_once(folder / "k.so", good))
+    registered = []  # a process takes each name once, and it has them already
+    fresh.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    (tmp_path / "k.so").write_bytes(b"junk")
+    assert native.load() == str(tmp_path / "k.so")
+    assert (tmp_path / "k.so").read_bytes() == good
+    assert tuple(registered) == native._TARGETS
+
+
+def _write_once(path: Path, content: bytes) -> Path:
+    if not path.exists():
+        path.write_bytes(content)
+    return path
+
+
 def test_doctor_is_told_where_the_library_is(native_kernels):
     assert pallas_kernels.describe()["native"] == native_kernels
