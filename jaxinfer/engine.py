@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxinfer.config import engine_config
 from jaxinfer.errors import CapacityError, InvalidRequest, JaxinferError
+from jaxinfer.inputs import default_sampling_params
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.outputs import RequestState
 from jaxinfer.progress import console_progress
@@ -82,6 +83,10 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
         self._thread.start()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the checkpoint's generation_config recommends."""
+        return default_sampling_params(self.model.generation_config)
+
     async def generate(
         self,
         prompt: Any,
@@ -95,8 +100,8 @@ class Engine:
     ) -> AsyncIterator[RequestOutput]:
         """Stream a request: each item holds everything so far, the last one is `finished`.
 
-        Leaving the iteration early aborts the request. Raises InvalidRequest or CapacityError before
-        anything is queued. `timeout` (seconds) ends the request with finish_reason "abort".
+        No `sampling_params`: the checkpoint's own. Leaving the iteration early aborts the request; so does
+        `timeout` (seconds). Raises InvalidRequest or CapacityError before anything is queued.
         """
         if self._draining or self._closed:
             raise CapacityError("the engine is draining and takes no new requests")
@@ -105,7 +110,7 @@ class Engine:
         requests = self.inputs.requests(
             name,
             checked,
-            SamplingParams() if sampling_params is None else sampling_params,
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
             priority=priority,
             timeout=timeout,
             cache_salt=cache_salt,

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.model_config import ModelConfig
@@ -20,6 +23,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, SamplingParams
 
 SEED_RANGE = 2**63
+MAX_TIMEOUT = 1e9  # seconds: past it a clock's float loses the fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class InputProcessor:
     Args:
         model: its ModelConfig. tokenizer: None if the checkpoint has none (then only token ids are accepted).
         max_model_len: longest prompt + output, in tokens. engine_seed: base of seeds not given.
+        no_tokenizer: what a text prompt is told where there is no tokenizer.
     """
 
     def __init__(
@@ -45,43 +50,52 @@ class InputProcessor:
         eos_ids: frozenset[int],
         max_model_len: int,
         engine_seed: int,
+        no_tokenizer: str = "the model has no tokenizer; send prompt_token_ids",
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._max_model_len = max_model_len
         self._engine_seed = engine_seed
+        self._no_tokenizer = no_tokenizer
         self._count = itertools.count(1)  # event loops share it; next() is atomic
 
     def prompt(self, prompt: Any, add_special_tokens: bool = True) -> Prompt:
-        """Read a prompt: text, a list of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
+        """Read a prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 
-        A Prompt that this has returned comes back as it is.
+        Token ids are a list, a tuple or a numpy array of integers. A Prompt that this has returned
+        comes back as it is.
         """
         if isinstance(prompt, Prompt):
             return prompt
+        name, wanted = (
+            "prompt",
+            "text, a list of token ids, or a dict with prompt or prompt_token_ids",
+        )
+        text_allowed = True
         if isinstance(prompt, Mapping):
-            prompt = self._from_mapping(prompt)
-        if isinstance(prompt, str):
+            key, prompt = self._from_mapping(prompt)
+            text_allowed = key == "prompt"
+            name = f'prompt["{key}"]'
+            wanted = "text or a list of token ids" if text_allowed else "a list of token ids"
+        if isinstance(prompt, str) and text_allowed:
             if self._tokenizer is None:
-                raise InvalidRequest(
-                    "prompt is text, but the model has no tokenizer; send prompt_token_ids"
-                )
+                raise InvalidRequest(f"{name} is text, but {self._no_tokenizer}")
             ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._checked_ids(ids))
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+            prompt = prompt.tolist()
         if isinstance(prompt, (list, tuple)):
             return Prompt(None, self._checked_ids(prompt))
-        raise InvalidRequest(
-            f"prompt={prompt!r:.60} must be text, a list of token ids, or a dict with prompt or prompt_token_ids"
-        )
+        raise InvalidRequest(f"{name}={prompt!r:.60} must be {wanted}")
 
-    def _from_mapping(self, prompt: Mapping[str, Any]) -> Any:
+    def _from_mapping(self, prompt: Mapping[str, Any]) -> tuple[str, Any]:
         known = {"prompt", "prompt_token_ids"}
         if unknown := sorted(set(prompt) - known):
             raise InvalidRequest(f"prompt has unknown keys {unknown}; allowed: {sorted(known)}")
         for key in ("prompt_token_ids", "prompt"):
             if prompt.get(key) is not None:
-                return prompt[key]
+                return key, prompt[key]
         raise InvalidRequest("prompt has neither prompt nor prompt_token_ids")
 
     def _checked_ids(self, ids: Seq[int]) -> tuple[int, ...]:
@@ -92,12 +106,18 @@ class InputProcessor:
                 f"prompt has {len(ids)} tokens; allowed range [1, {self._max_model_len}] (max_model_len)"
             )
         vocab = self._model.vocab_size
+        checked = []
         for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            try:
+                value = -1 if isinstance(token, bool) else operator.index(token)
+            except TypeError:
+                value = -1
+            if not 0 <= value < vocab:
                 raise InvalidRequest(
-                    f"prompt_token_ids[{i}]={token!r} is not a token id in [0, {vocab - 1}]"
+                    f"prompt_token_ids[{i}]={token!r:.60} is not a token id in [0, {vocab - 1}]"
                 )
-        return tuple(ids)
+            checked.append(value)
+        return tuple(checked)
 
     def requests(
         self,
@@ -176,12 +196,23 @@ class InputProcessor:
         return _derived_seed(self._engine_seed, next(self._count))
 
 
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What a generation_config.json recommends, on top of our defaults."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+    if generation_config.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return replace(SamplingParams(), **found)
+
+
 def _check_options(priority: object, timeout: object, cache_salt: object) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidRequest(f"priority={priority!r} must be an integer (lower runs first)")
-    seconds = timeout if isinstance(timeout, (int, float)) else 0
-    if timeout is not None and (isinstance(timeout, bool) or not seconds > 0):
-        raise InvalidRequest(f"timeout={timeout!r} must be a positive number of seconds")
+    seconds = 0 if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) else timeout
+    if timeout is not None and not 0 < seconds <= MAX_TIMEOUT:
+        raise InvalidRequest(
+            f"timeout={timeout!r:.60} must be a positive number of seconds, at most {MAX_TIMEOUT:g}, or None"
+        )
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidRequest(f"cache_salt={cache_salt!r:.60} must be a string")
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jaxinfer.config import engine_config
 from jaxinfer.errors import InvalidRequest, JaxinferError
-from jaxinfer.inputs import Prompt
+from jaxinfer.inputs import Prompt, default_sampling_params
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.loading import chat_template as make_template
 from jaxinfer.outputs import RequestState
 from jaxinfer.progress import Progress, console_progress
+from jaxinfer.text.chat import RESERVED
 from jaxinfer.types import RequestOutput, SamplingParams
 
 Params = SamplingParams | Seq[SamplingParams] | None
@@ -113,13 +116,24 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or many (a list of lists)."""
+        """Answer one conversation (a list of messages) or many (a list of lists).
+
+        `continue_final_message` leaves the last message open, so that the model goes on with it; it needs
+        add_generation_prompt=False, which would open a new one.
+        """
         many = bool(messages) and not isinstance(messages[0], Mapping)
         prompts = [
-            self.chat_prompt(m, add_generation_prompt, tools, chat_template_kwargs)
+            self.chat_prompt(
+                m,
+                add_generation_prompt,
+                tools,
+                chat_template_kwargs,
+                continue_final_message=continue_final_message,
+            )
             for m in (messages if many else [messages])
         ]
         return self._run(prompts, sampling_params, use_tqdm, 0)
@@ -139,17 +153,24 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> Prompt:
         """Render messages through the chat template and tokenize the result without adding specials."""
+        more = chat_template_kwargs or {}
+        if bad := sorted({*RESERVED, "continue_final_message"}.intersection(more)):
+            raise InvalidRequest(f"chat_template_kwargs may not set {bad}; they are arguments")
         if self._template is None:
             raise InvalidRequest(
-                "the model has no chat template; use generate() with a raw prompt or pass chat_template="
+                "the model has no chat template; send a raw prompt, or give a template with "
+                "chat_template= (command line: --chat-template FILE)"
             )
         text = self._template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
-            **(chat_template_kwargs or {}),
+            continue_final_message=continue_final_message,
+            **more,
         )
         return self._inputs.prompt(text, add_special_tokens=False)
 
@@ -229,23 +250,16 @@ class LLM:
         return list(params)
 
 
-def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What a generation_config.json recommends, on top of our defaults."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
-    if generation_config.get("do_sample") is False:
-        found["temperature"] = 0.0
-    return replace(SamplingParams(), **found)
-
-
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many -> many. A flat list of ints is one prompt of token ids."""
+    """One prompt or many -> many. A flat list or array of ints is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping, Prompt)):
         return [prompts]
     if isinstance(prompts, (list, tuple)):
-        if prompts and all(isinstance(p, int) for p in prompts):
+        if prompts and all(isinstance(p, (int, np.integer)) for p in prompts):
             return [prompts]
         return list(prompts)
+    if isinstance(prompts, np.ndarray) and prompts.ndim:
+        return [prompts] if prompts.ndim == 1 else list(prompts)
     raise InvalidRequest(
         f"prompts={prompts!r:.60} must be text, token ids, a dict, or a list of those"
     )

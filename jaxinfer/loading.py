@@ -21,7 +21,7 @@ from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.weights.source import Checkpoint, resolve
+from jaxinfer.weights.source import Checkpoint, missing_tokenizer, resolve
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -55,7 +55,12 @@ class LoadedModel:
     def inputs(self, core: EngineCore) -> InputProcessor:
         """The request checker that goes with a core."""
         return InputProcessor(
-            self.config, self.tokenizer, self.eos_ids, core.max_model_len, core.config.seed
+            self.config,
+            self.tokenizer,
+            self.eos_ids,
+            core.max_model_len,
+            core.config.seed,
+            missing_tokenizer(self.path),
         )
 
 
@@ -112,9 +117,12 @@ def chat_template(source: str | dict[str, str], tokenizer: Tokenizer | None) -> 
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The checkpoint's tokenizer, or None if it has no file for one."""
+    """The checkpoint's tokenizer, or None (and a warning) if it has no file for one."""
     if checkpoint.kind != "gguf":
-        return None if checkpoint.tokenizer_json is None else Tokenizer.from_dir(checkpoint.path)
+        if checkpoint.tokenizer_json is None:
+            log.warning("text prompts are refused: %s", missing_tokenizer(checkpoint.path))
+            return None
+        return Tokenizer.from_dir(checkpoint.path)
     facts = checkpoint.special
     names = {k: facts[k] for k in ("pad_token", "unk_token") if facts.get(k)}
     return Tokenizer(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxinfer.errors import ConfigError, WeightsError
-from jaxinfer.weights.tensors import TensorSource, open_safetensors
+from jaxinfer.weights.tensors import TensorSource, lfs_pointer, open_safetensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +33,7 @@ FORMS = (
 )
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_SKIPPED = ["*/*", "consolidated*"]  # other copies of the same weights
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 ARRAYS = "orbax"  # folder of the arrays inside a converted model
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -93,10 +94,7 @@ class Checkpoint:
 
             return build_tokenizer(self._gguf)
         if self.tokenizer_json is None:
-            raise ConfigError(
-                f"{self.path} has no tokenizer.json; convert a tokenizer.model with transformers "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(...)) and put it there"
-            )
+            raise ConfigError(missing_tokenizer(self.path))
         from tokenizers import Tokenizer
 
         try:
@@ -158,6 +156,18 @@ class Checkpoint:
         )
 
 
+def missing_tokenizer(path: Path) -> str:
+    """Why a model directory has no tokenizer, and what to do."""
+    others = [name for name in OTHER_TOKENIZERS if (path / name).is_file()]
+    if not others:
+        return f"{path} has no tokenizer.json; put the model's there, or send prompt_token_ids"
+    return (
+        f"{path} has {' and '.join(others)} and no tokenizer.json, which alone is read; make one with transformers: "
+        f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r}); "
+        "or send prompt_token_ids"
+    )
+
+
 def resolve(
     model: str | Path, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Checkpoint:
@@ -207,6 +217,9 @@ def open_directory(path: Path, name: str = "") -> Checkpoint:
         inside = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"; give the path of a file in it: {', '.join(inside)}" if inside else ""
         raise ConfigError(f"model={str(path)!r} has no config.json{hint}; accepted is {FORMS}")
+    tokenizer_json = path / "tokenizer.json"
+    if tokenizer_json.is_file() and (problem := lfs_pointer(tokenizer_json)):
+        raise ConfigError(problem)
     tokenizer = read_json(path / "tokenizer_config.json")
     fallback = read_json(path / "special_tokens_map.json")
     facts: dict[str, Any] = {
@@ -229,7 +242,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        if problem := lfs_pointer(path):
+            raise ConfigError(problem)
         value = json.loads(path.read_text("utf-8"))
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -40,6 +40,7 @@ _DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_LFS = b"version https://git-lfs"  # how a pointer file starts
 _MAX_HEADER = 100_000_000  # the format's own limit
 _INDEX_FILE = "model.safetensors.index.json"
 ACCEPTED = "only safetensors, GGUF and Orbax checkpoints are read"
@@ -65,6 +66,14 @@ class TensorSource(Protocol):
         ...
 
 
+def lfs_pointer(path: Path) -> str | None:
+    """What is wrong with a file that Git left as a pointer to the real one; None for any other file."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) != _LFS:
+            return None
+    return f"{path} is a Git LFS pointer, fetch the real file (`git lfs pull` in its folder)"
+
+
 class TensorFile:
     """A file that is read by position; safe to share between threads."""
 
@@ -75,6 +84,8 @@ class TensorFile:
         except OSError as error:
             raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
         self.path = path
+        if problem := lfs_pointer(path):
+            raise WeightsError(problem)
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
         """Bytes [offset, offset + nbytes) as a uint8 array; WeightsError when the file is shorter."""

@@ -45,7 +45,7 @@ def chat(
     source = None if chat_template is None else read_text("--chat-template", chat_template)
 
     from jaxinfer.engine import Engine
-    from jaxinfer.llm import default_sampling_params
+    from jaxinfer.inputs import default_sampling_params
     from jaxinfer.loading import chat_template as make_template
 
     with closing(Engine(model, **engine)) as running:

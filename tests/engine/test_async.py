@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,34 +365,6 @@ def test_a_failing_loop_ends_its_requests_and_goes_on(engine, llm, monkeypatch, 
         await settle(engine)
 
     run(main())
-
-
-def test_chain_of_events_in_text(chain: Callable[..., Path]):
-    """Streamed text of several-byte characters and a stop string: no marks, no leaks (R-TOK-01, R-STP-01)."""
-    face = list("😀".encode())
-    text = [ord("p"), *face, ord("A"), ord("D"), ord("E"), ord("F"), ord("G")]
-    engine = Engine(str(chain(text)), **SMALL)
-
-    async def main(**params: Any) -> list[RequestOutput]:
-        params = {"temperature": 0.0, "max_tokens": 20} | params
-        streams = await asyncio.gather(
-            *(collect(engine, "p", SamplingParams(**params)) for _ in range(8))
-        )
-        assert len({stream[-1].outputs[0].text for stream in streams}) == 1
-        return streams[0]
-
-    plain = run(main())
-    assert plain[-1].outputs[0].text == "😀ADEFG"
-    assert all("\ufffd" not in output.outputs[0].text for output in plain)
-    for stop in ("DEFG", "DE", "EF"):
-        stream = run(main(stop=stop))
-        final = stream[-1].outputs[0]
-        wanted = "😀ADEFG".split(stop)[0]
-        assert (final.text, final.finish_reason, final.stop_reason) == (wanted, "stop", stop)
-        assert all(wanted.startswith(output.outputs[0].text) for output in stream)
-        assert bytes(final.token_ids) == (wanted + stop).encode()
-    run(settle(engine))
-    engine.close()
 
 
 def test_two_event_loops_share_an_engine(engine, llm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams
@@ -84,7 +85,14 @@ def test_the_next_request_works(llm):
         ({"prompt_token_ids": [-1]}, r"prompt_token_ids\[0\]=-1"),
         ({"prompt_token_ids": [True]}, r"prompt_token_ids\[0\]=True"),
         ({"prompt_token_ids": ["a"]}, r"prompt_token_ids\[0\]='a'"),
-        ({"prompt_token_ids": 5}, "prompt=5"),
+        ({"prompt_token_ids": 5}, r'prompt\["prompt_token_ids"\]=5 must be a list of token ids'),
+        ({"prompt_token_ids": "abc"}, r'prompt\["prompt_token_ids"\]=\'abc\' must be a list'),
+        ({"prompt": 5}, r'prompt\["prompt"\]=5 must be text'),
+        ({"prompt_token_ids": np.array([1.0])}, r"prompt_token_ids\[0\]=1.0"),
+        ({"prompt_token_ids": np.array([True])}, r"prompt_token_ids\[0\]=True"),
+        ({"prompt_token_ids": [np.bool_(True)]}, r"prompt_token_ids\[0\]=np.True_"),
+        ({"prompt_token_ids": np.array(5)}, r"prompt_token_ids.*array\(5\)"),
+        (np.array(5), r"prompts=array\(5\)"),
         ({"prompt": None}, "neither"),
         ({"prompt": "a", "image": 1}, "image"),
         (5, "prompts=5"),
@@ -112,3 +120,18 @@ def test_bad_arguments_are_named(llm):
     with pytest.raises(InvalidRequest, match="continuations has 1 entries"):
         llm.score(["a", "b"], ["c"])
     assert llm.generate([], SamplingParams(), use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, 10**400, True, "1"], ids=str)
+def test_a_timeout_that_is_no_time_is_refused(llm, timeout):
+    with pytest.raises(InvalidRequest, match="timeout="):
+        llm._inputs.requests("a", llm.prompt("a"), SamplingParams(), timeout=timeout)
+
+
+def test_chat_arguments_that_clash(llm):
+    messages = [{"role": "assistant", "content": "It is"}]
+    with pytest.raises(InvalidRequest, match="needs add_generation_prompt=False"):
+        llm.chat(messages, continue_final_message=True)
+    for name in ("messages", "add_generation_prompt", "continue_final_message"):
+        with pytest.raises(InvalidRequest, match=f"chat_template_kwargs may not set .*{name}"):
+            llm.chat(messages, chat_template_kwargs={name: True})

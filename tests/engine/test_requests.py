@@ -13,7 +13,6 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams, load
 from jaxinfer.errors import CapacityError, InvalidRequest, JaxinferError
-from jaxinfer.llm import default_sampling_params
 from jaxinfer.loading import LoadedModel, compute_dtype
 from jaxinfer.types import RequestOutput
 from tests.engine.conftest import SMALL
@@ -303,14 +302,28 @@ def test_long_prompt_without_the_cache(tiny_model):
 # -- results and defaults ---------------------------------------------------------------------
 
 
-def test_defaults_come_from_the_checkpoint():
-    found = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "eos_token_id": 2}
-    params = default_sampling_params(found)
-    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 0)
-    assert default_sampling_params(found | {"do_sample": False}).greedy
-    assert default_sampling_params({}) == SamplingParams()
-    with pytest.raises(JaxinferError, match="top_p=7"):
-        default_sampling_params({"top_p": 7})
+def test_token_ids_of_numpy_are_token_ids(llm):
+    wanted = ids(ask(llm, [5, 6, 7], max_tokens=3, **GREEDY))
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    array = np.array([5, 6, 7], np.int32)
+    for prompt in (array, list(array), [array], array[None], {"prompt_token_ids": array}):
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+        assert ids(output) == wanted
+        assert all(type(token) is int for token in output.prompt_token_ids)
+    assert len(llm.generate(np.stack([array, array]), params, use_tqdm=False)) == 2
+
+
+def test_the_final_message_is_continued(llm):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]
+    params = SamplingParams(max_tokens=1, **GREEDY)
+    [output] = llm.chat(
+        messages,
+        params,
+        use_tqdm=False,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert (output.prompt or "").endswith("assistant\nIt is")
 
 
 def test_times_are_in_order(llm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,17 +239,22 @@ def test_an_error_names_field_and_value(
         (["bench", "offline", "-m", "x", "--batch-size", "0"], ["batch_size", "0"]),
         (["bench", "offline", "-m", "x", "--gen-len", "1"], ["gen_len", "1"]),
         (["chat", "-m", "not/there"], ["model", "not/there"]),
+        (["generate", "-m", "{mute}", "-p", "a", "--chat", *ENGINE], ["--chat-template FILE"]),
         (["chat", "-m", "x", "--top-p", "7"], ["top_p", "7"]),
     ],
 )
 def test_errors_of_other_kinds(
     capsys: pytest.CaptureFixture[str],
     tiny: Path,
+    tmp_path: Path,
     arguments: list[str],
     fragments: list[str],
     as_json: bool,
 ) -> None:
     arguments = [a.replace("{tiny}", str(tiny)) for a in arguments]
+    mute = shutil.copytree(tiny, tmp_path / "mute")  # a model without a chat template
+    (mute / "tokenizer_config.json").unlink()
+    arguments = [a.replace("{mute}", str(mute)) for a in arguments]
     check_error(capsys, arguments, fragments, as_json)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.errors import ConfigError, WeightsError
+from jaxinfer import LLM
+from jaxinfer.errors import ConfigError, InvalidRequest, WeightsError
 from jaxinfer.weights import demo
 from jaxinfer.weights.source import resolve
 from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, IM_END, write_tiny
@@ -126,6 +127,17 @@ def test_a_model_without_a_tokenizer_can_still_be_opened(folder: Path) -> None:
         checkpoint.build_tokenizer()
 
 
+def test_a_tokenizer_of_another_form_says_how_to_convert_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    llm = LLM(str(folder), progress=False, num_pages=16, max_model_len=64)
+    assert "tokenizer.model and no tokenizer.json" in caplog.text
+    with pytest.raises(InvalidRequest, match=r"prompt is text.*save_pretrained.*prompt_token_ids"):
+        llm.prompt("a")
+    assert llm.prompt([5]).token_ids == (5,)
+
+
 def test_broken_json_files_are_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is broken"):
@@ -136,6 +148,16 @@ def test_broken_json_files_are_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         resolve(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "config.json", "model.gguf"]
+)
+def test_git_lfs_pointers_are_recognised(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    message = rf"{name} is a Git LFS pointer, fetch the real file"
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        _ = resolve(folder / name if name.endswith("gguf") else folder).tensors
 
 
 def test_references_that_lead_nowhere(tmp_path: Path) -> None:
