@@ -29,6 +29,8 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+_READ = (*_DTYPES.values(), np.dtype(np.float64))
+_ACCEPTED = ", ".join(str(dtype) for dtype in _READ)
 # Elements read at once: bounds temporaries, and a transpose of such a block stays in the cache.
 _BLOCK = 1 << 19
 
@@ -103,13 +105,26 @@ def _check(
 def _shape_problems(spec: ParamSpec, rule: WeightRule, tensors: TensorSource) -> list[str]:
     shapes = {name: tensors.shape(name) for name in rule.sources}
     described = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    odd = [f"{n} has the dtype {tensors.dtype(n)}" for n in shapes if not _is_float(tensors, n)]
+    odd = [
+        f"{name} has the dtype {tensors.dtype(name)}, which holds no plain weights: read are {_ACCEPTED} "
+        "(of quantized checkpoints only GGUF)"
+        for name in shapes
+        if tensors.dtype(name) not in _READ
+    ]
     first, *others = shapes.values()
     want = spec.shape
     if rule.transpose and len(want) >= 2:
         want = (*want[:-2], want[-1], want[-2])
-    if any(len(s) != len(first) or _without(s, rule) != _without(first, rule) for s in others):
-        return [*odd, f"tensors that cannot be joined on axis {rule.concat}: {described}"]
+    # Rows that are cut out say nothing of how long the joined tensor is.
+    fit = first if rule.rows else want
+    wrong = {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) != len(fit) or _without(shape, rule) != _without(fit, rule)
+    }
+    if others and wrong:
+        named = ", ".join(f"{name} {shape}" for name, shape in wrong.items())
+        return [*odd, f"mis-shaped: {named} cannot be joined on axis {rule.concat} to {fit}"]
     got = list(first)
     if others:
         got[rule.concat] = sum(shape[rule.concat] for shape in shapes.values())
@@ -121,10 +136,6 @@ def _shape_problems(spec: ParamSpec, rule: WeightRule, tensors: TensorSource) ->
     if tuple(got) != want:
         return [*odd, f"mis-shaped: {described} where {want} is wanted"]
     return odd
-
-
-def _is_float(tensors: TensorSource, name: str) -> bool:
-    return tensors.dtype(name) in (*_DTYPES.values(), np.dtype(np.float64))
 
 
 def _without(shape: tuple[int, ...], rule: WeightRule) -> tuple[int, ...]:

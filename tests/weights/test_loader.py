@@ -127,9 +127,12 @@ def test_all_missing_unused_and_misshaped_tensors_are_listed() -> None:
     ("rule", "message"),
     [
         (WeightRule(("a",), rows=(1, 9)), r"rows 1\.\.9"),
-        (WeightRule(("a", "b")), "cannot be joined"),
-        (WeightRule(("a", "c"), concat=0), "cannot be joined"),
-        (WeightRule(("i",)), "i has the dtype int8"),
+        (WeightRule(("a", "b")), r"^mis-shaped: b \(4,\) cannot be joined on axis 0 to \(4, 2\)$"),
+        (WeightRule(("c", "a"), concat=0), r"^mis-shaped: c \(4, 3\) cannot be joined"),
+        (
+            WeightRule(("i",)),
+            "i has the dtype int8.*float32, bfloat16, float16, float64.*only GGUF",
+        ),
     ],
 )
 def test_rules_that_do_not_fit(rule: WeightRule, message: str) -> None:
