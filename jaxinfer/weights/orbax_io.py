@@ -29,9 +29,10 @@ def save_orbax(path: Path, params: Any, checkpoint: Checkpoint, *, overwrite: bo
     `path` never holds a part of a model. With `overwrite` the old one is renamed aside, the new one
     renamed in, the old one deleted; between the two renames there is no `path`, and a process killed
     just there leaves both beside it, in a folder called ".NAME-" and random letters. If the second
-    rename fails the old one is put back.
+    rename fails the old one is put back; if even that fails, the error says where it lies.
 
-    Raises ConfigError if `path` exists, unless `overwrite` is set and it is such a directory.
+    Raises ConfigError if `path` exists, unless `overwrite` is set and it is such a directory;
+    WeightsError if the old model is left aside.
     """
     path = path.absolute()
     if path.exists() and not overwrite:
@@ -40,26 +41,37 @@ def save_orbax(path: Path, params: Any, checkpoint: Checkpoint, *, overwrite: bo
         raise ConfigError(f"{path} exists and is no converted model, so it is not overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the last step is a rename on one file system.
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        new = Path(folder) / "new"
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    old = folder / "old"
+    try:
+        new = folder / "new"
         new.mkdir()
         _write_texts(new, checkpoint)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(new / ARRAYS, params)
             checkpointer.wait_until_finished()
-        _replace(path, new, Path(folder) / "old")
+        _replace(path, new, old)
+    finally:
+        if path.exists() or not old.exists():  # else `old` is the only model that there is
+            shutil.rmtree(folder)
 
 
 def _replace(path: Path, new: Path, old: Path) -> None:
-    """Rename `new` to `path`; what was there becomes `old`, or stays if that fails."""
+    """Rename `new` to `path`; what was there becomes `old`, or is put back if that fails."""
     moved = path.exists()
     if moved:
         path.rename(old)
     try:
         new.rename(path)
-    except BaseException:
+    except BaseException as error:
         if moved:
-            old.rename(path)
+            try:
+                old.rename(path)
+            except OSError as second:
+                raise WeightsError(
+                    f"{path} could not be replaced ({error}), nor the old model put back ({second}); "
+                    f"the old one lies in {old}: rename it to {path}"
+                ) from error
         raise
 
 

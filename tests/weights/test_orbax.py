@@ -94,6 +94,25 @@ def test_an_overwrite_that_fails_keeps_the_old_model(
     assert [p.name for p in converted.parent.iterdir()] == ["out"], "no leftovers"
 
 
+def test_an_old_model_that_cannot_be_put_back_is_kept_aside(
+    tiny: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def refuse(source: Path, target: Path) -> Path:
+        if target == converted:
+            raise PermissionError(f"no {source.name}")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    other = dict(PARAMS, embed=PARAMS["embed"] + 1)
+    with pytest.raises(WeightsError, match="no new.*no old.*lies in") as caught:
+        save_orbax(converted, other, resolve(str(tiny)), overwrite=True)
+    [old] = converted.parent.glob(".out-*/old")
+    assert str(old) in str(caught.value)
+    assert np.array_equal(load_orbax(old, SPECS, "float32")["embed"], PARAMS["embed"])
+
+
 def test_progress_of_a_restore(converted: Path) -> None:
     heard: list[tuple[str, int, int]] = []
     resolve(str(converted)).load(
