@@ -105,10 +105,11 @@ def run_reference(
                 if progress and line.startswith("{"):
                     progress("reference", done + 1, len(request.sequences))
         errors.seek(0)
-        reason = errors.read().strip().splitlines()[-1:] or ["no message"]
+        lines = errors.read().strip().splitlines()
     if process.returncode:
+        reason = lines[-1] if lines else f"exited with code {process.returncode} without a message"
         hint = f"; {HOW_TO_MAKE}" if process.returncode == 3 else ""
-        raise ConfigError(f"the reference failed on {request.model}: {reason[0]}{hint}")
+        raise ConfigError(f"the reference failed on {request.model}: {reason}{hint}")
 
 
 def read_reference(folder: Path, index: int) -> Reference:
