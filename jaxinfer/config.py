@@ -7,9 +7,7 @@ shape of the model itself, is in model_config.py. Imports no JAX.
 from __future__ import annotations
 
 import difflib
-import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.layout import StepShape
@@ -156,7 +154,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 def engine_config(**options: object) -> EngineConfig:
     """An EngineConfig from keyword options, vLLM's names included; unknown ones are refused with a hint.
 
-    Raises ConfigError, also for a compile_cache that cannot be written to.
+    Raises ConfigError.
     """
     known = {f.name for f in fields(EngineConfig)}
     resolved: dict[str, object] = {}
@@ -184,27 +182,10 @@ def engine_config(**options: object) -> EngineConfig:
     dtype = resolved.get("dtype")
     if isinstance(dtype, str):
         resolved["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
-    config = EngineConfig(**resolved)  # type: ignore[arg-type]  # it checks the values itself
-    if config.compile_cache:
-        _make_cache_folder(Path(config.compile_cache))
-    return config
+    return EngineConfig(**resolved)  # type: ignore[arg-type]  # it checks the values itself
 
 
 def _check_fixed(name: str, value: object) -> None:
     wanted, why = FIXED[name]
     if isinstance(value, bool) != isinstance(wanted, bool) or value != wanted:
         raise ConfigError(f"{name}={value!r} is not supported, only {wanted!r}: {why}")
-
-
-def _make_cache_folder(folder: Path) -> None:
-    """A folder that was asked for must work; else JAX warns at each compilation and goes on without."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(folder, os.W_OK | os.X_OK) else "it may not be written to"
-    except (OSError, ValueError) as error:
-        reason = "it is a file" if folder.is_file() else getattr(error, "strerror", None) or error
-    if reason is not None:
-        raise ConfigError(
-            f"compile_cache={str(folder)!r} cannot be used: {reason}; "
-            'give a folder that can be written to, or "" to switch the cache off'
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     "" switches it off. None takes the folder that the user gave JAX (JAX_COMPILATION_CACHE_DIR, or
     jax.config), else the default. Other folders get a subfolder whose name has the versions, backend and
     CPU features in it, so that an executable is never read by a machine or a version that did not
-    make it. A bad entry only costs a compilation. Everything is kept, however small.
+    make it. A bad entry only costs a compilation, and a folder that cannot be written to a warning:
+    service goes on without the cache. Everything is kept, however small.
     """
     current = jax.config.jax_compilation_cache_dir
     if [current] != _chosen:  # set by somebody else since
@@ -51,6 +53,9 @@ def enable_compile_cache(folder: str | None) -> Path | None:
         path = (
             None if folder == "" else (Path(folder) if folder else DEFAULT_CACHE) / _fingerprint()
         )
+    if path is not None and (reason := _unusable(path)):
+        log.warning("compile_cache=%r cannot be used (%s); nothing is kept", str(path), reason)
+        path = None
     wanted = None if path is None else str(path)
     if current != wanted:
         compilation_cache.reset_cache()  # JAX keeps the folder that it opened first
@@ -59,6 +64,15 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+def _unusable(folder: Path) -> str:
+    """Why a folder cannot hold the cache, or ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "it may not be written to"
 
 
 def ensure_compile_cache() -> None:

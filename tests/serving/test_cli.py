@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import shutil
@@ -321,6 +322,7 @@ def test_ctrl_c_stops_the_answer_only(
             if len(output.outputs[0].token_ids) >= 3 and not interrupted:
                 interrupted.append(True)
                 signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(0)  # where it arrives, however fast the answer was
 
     monkeypatch.setattr(Engine, "generate", interrupting)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
@@ -328,9 +330,7 @@ def test_ctrl_c_stops_the_answer_only(
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert err.count("[stopped]") == 1
-    assert out.endswith(
-        "abc\nabc\nabc\nabc\nabc\nabc\nabc\nabc\nabc\nabc\n\n"
-    )  # the second answer is whole
+    assert out.endswith("abc\n" * 10 + "\n")  # the second answer is whole
 
 
 def test_convert_and_load(capsys: pytest.CaptureFixture[str], forced: str, tmp_path: Path) -> None:
