@@ -53,11 +53,25 @@ class Counters:
     host_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One committed step: tokens fed, tokens its shape has room for, tokens drawn, seconds it took.
+
+    The seconds count from its dispatch, or from the end of the step before it if that came later.
+    """
+
+    tokens: int
+    token_slots: int
+    sampled: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class _InFlight:
     plan: StepPlan
     result: jax.Array
     flags: int  # OR of the rows' RowFlags
+    dispatched: float  # time.perf_counter()
 
 
 class EngineCore:
@@ -84,7 +98,9 @@ class EngineCore:
             self.step_model, config.ladder(), params, self.state, config.strict_compile
         )
         self.counters = Counters()
+        self.on_step: Callable[[StepReport], None] | None = None
         self._inflight: deque[_InFlight] = deque()
+        self._collected = 0.0  # when the last step's result had come
         self._scores: dict[str, list[Score]] = {}  # prompt positions scored so far, by request id
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -141,7 +157,7 @@ class EngineCore:
         self.state = state
         result = scored if plan.scored else result
         result.copy_to_host_async()
-        self._inflight.append(_InFlight(plan, result, int(buffer[0])))
+        self._inflight.append(_InFlight(plan, result, int(buffer[0]), time.perf_counter()))
         counters = self.counters
         counters.steps += 1
         counters.dispatches += 1
@@ -161,6 +177,9 @@ class EngineCore:
         host = np.asarray(flight.result)
         self._inflight.popleft()
         start = time.perf_counter()
+        if self.on_step is not None:
+            self.on_step(_report(flight, start - max(flight.dispatched, self._collected)))
+        self._collected = start
         output = unpack_result(host, flight.plan.shape)
         updates = self._keep_scores(flight.plan, output)
         updates += self.scheduler.commit(flight.plan, output)
@@ -263,3 +282,9 @@ class EngineCore:
     def check(self) -> None:
         """Raise AssertionError if pools, tree and sequences disagree (tests call it when idle)."""
         self.scheduler.check()
+
+
+def _report(flight: _InFlight, seconds: float) -> StepReport:
+    plan = flight.plan
+    fed = len(plan.decode) + len(plan.tokens)
+    return StepReport(fed, plan.shape.tokens, len(plan.sampled), seconds)

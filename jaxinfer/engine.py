@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxinfer.config import engine_config
-from jaxinfer.errors import CapacityError, InvalidRequest, JaxinferError
+from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable
 from jaxinfer.inputs import default_sampling_params
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.outputs import RequestState
@@ -80,6 +80,8 @@ class Engine:
         self._active: dict[str, tuple[RequestState, _Stream]] = {}  # by client request id
         self._draining = False
         self._closed = False
+        self._busy = False  # in a round, since _round (time.monotonic)
+        self._round = 0.0
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
         self._thread.start()
 
@@ -97,14 +99,18 @@ class Engine:
         timeout: float | None = None,
         cache_salt: str | None = None,
         use_prefix_cache: bool = True,
+        deltas: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Stream a request: each item holds everything so far, the last one is `finished`.
 
+        With `deltas` an item holds what came since the last one (RequestState.delta). A slow reader
+        gets fewer, longer items.
+
         No `sampling_params`: the checkpoint's own. Leaving the iteration early aborts the request; so does
-        `timeout` (seconds). Raises InvalidRequest or CapacityError before anything is queued.
+        `timeout` (seconds). Raises InvalidRequest, CapacityError or Unavailable before anything is queued.
         """
         if self._draining or self._closed:
-            raise CapacityError("the engine is draining and takes no new requests")
+            raise Unavailable("the engine is draining and takes no new requests")
         name = self._name(request_id)
         checked = self.inputs.prompt(prompt)
         requests = self.inputs.requests(
@@ -126,13 +132,13 @@ class Engine:
         self._inbox.put(lambda: self._submit(requests, stream))
         try:
             if self._closed:  # by another thread, after the check above: nobody may read the inbox
-                raise CapacityError("the engine is closed and takes no new requests")
+                raise Unavailable("the engine is closed and takes no new requests")
             while not state.finished:
                 for update in await stream.take():
                     stopped = state.apply(update)
                     if stopped is not None:
                         self._end(stopped, stream, FinishReason.STOP)
-                yield state.output()
+                yield state.delta() if deltas else state.output()
         finally:
             self._active.pop(name, None)
             for rid in state.unfinished_ids():
@@ -146,6 +152,14 @@ class Engine:
         for rid in state.unfinished_ids():
             self._end(rid, stream, FinishReason.ABORT)
         return True
+
+    async def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix; running requests keep their pages."""
+        await self._ask(lambda: self.core.scheduler.clear_prefix_cache())
+
+    def silence(self) -> float:
+        """Seconds since the engine thread last began a round; 0.0 while it has nothing to do."""
+        return time.monotonic() - self._round if self._busy else 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; safe to call from any thread."""
@@ -172,17 +186,25 @@ class Engine:
 
     async def _is_busy(self) -> bool:
         """Whether requests run, once the engine thread has done all that it was told so far."""
+        return bool(await self._ask(lambda: bool(self._streams)))
+
+    async def _ask[T](self, question: Callable[[], T]) -> T | None:
+        """What the engine thread answers, between two rounds; None once it is closed."""
         if self._closed:
-            return False
-        answer: Future[bool] = Future()
+            return None
+        answer: Future[T] = Future()
 
         def tell() -> None:
             if answer.set_running_or_notify_cancel():  # False: who asked has been cancelled
-                answer.set_result(bool(self._streams))
+                try:
+                    answer.set_result(question())
+                except BaseException as error:
+                    answer.set_exception(error)
+                    raise
 
         self._inbox.put(tell)
         if self._closed:  # since the check above: nobody may read the inbox
-            return False
+            return None
         return await asyncio.wrap_future(answer)
 
     def _end(self, request_id: str, stream: _Stream, reason: FinishReason) -> None:
@@ -219,7 +241,9 @@ class Engine:
                 try:
                     going = self._take_inbox()
                     if going and self.core.has_work():
+                        self._round, self._busy = time.monotonic(), True
                         self._deliver(self.core.step())
+                        self._busy = False
                 except Exception:
                     log.exception("the engine loop failed; its requests end with an error")
                     self._reset()
@@ -232,6 +256,7 @@ class Engine:
 
     def _reset(self) -> None:
         """End every stream, also those of which the failed round lost the outcome."""
+        self._busy = False
         sequences = [sequence for _, sequence in self._streams.values()]
         self._deliver([Update(s, None, None, FinishReason.ERROR) for s in sequences])
         self.core.reset()

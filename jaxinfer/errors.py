@@ -27,6 +27,14 @@ class CapacityError(JaxinferError):
     """A request, or a configuration, that the memory at hand can never hold."""
 
 
+class Overloaded(JaxinferError):
+    """Too much is waiting already; the same request may be taken later."""
+
+
+class Unavailable(JaxinferError):
+    """The engine takes no requests now: it starts, drains, or is closed."""
+
+
 def check_range(field: str, value: float, low: float, high: float, hint: str = "") -> None:
     """Raise InvalidRequest unless `low <= value <= high` (NaN never passes)."""
     if not low <= value <= high:

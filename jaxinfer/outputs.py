@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxinfer.inputs import Prompt
 from jaxinfer.scheduler.plan import Score
@@ -59,6 +59,8 @@ class RequestState:
                 output.logprobs, output.cumulative_logprob = [], 0.0
         wants_prompt = self.params.prompt_logprobs is not None
         self._prompt_scores: list[Score | None] | None = [None] if wants_prompt else None
+        self._told = [_Told() for _ in requests]
+        self._told_prompt = False
         self.cached_tokens = 0
         self.metrics = RequestMetrics(arrival_time=requests[0].arrival)
         self.error: str | None = None
@@ -153,26 +155,66 @@ class RequestState:
     def output(self) -> RequestOutput:
         """A snapshot: later updates do not change it. All of a request's share prompt_token_ids.
 
-        prompt_logprobs is None until the request has ended, and if it ended before all were there.
+        prompt_logprobs is None until all of them are there.
         """
-        scores = self._prompt_scores
-        prompt_logprobs = None
-        ids = self._prompt_ids
-        if scores is not None and self.finished and len(scores) == len(ids):
-            count = self.params.prompt_logprobs or 0
-            prompt_logprobs = [
-                None if s is None else self._entry(ids[i], s, count) for i, s in enumerate(scores)
-            ]
+        return self._output([_copy(output) for output in self.outputs], self._prompt_logprobs())
+
+    def delta(self) -> RequestOutput:
+        """What came since the last call: outputs that have anything new, with the new part only.
+
+        cumulative_logprob is that of the whole output. prompt_logprobs is told once.
+        """
+        news = (told.news(output) for told, output in zip(self._told, self.outputs, strict=True))
+        outputs = [output for output in news if output is not None]
+        prompt_logprobs = None if self._told_prompt else self._prompt_logprobs()
+        self._told_prompt |= prompt_logprobs is not None
+        return self._output(outputs, prompt_logprobs)
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        scores, ids = self._prompt_scores, self._prompt_ids
+        if scores is None or len(scores) != len(ids):
+            return None
+        count = self.params.prompt_logprobs or 0
+        return [None if s is None else self._entry(ids[i], s, count) for i, s in enumerate(scores)]
+
+    def _output(
+        self,
+        outputs: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self._prompt_ids,
-            outputs=[_copy(output) for output in self.outputs],
+            outputs=outputs,
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.cached_tokens,
             metrics=replace(self.metrics),
             error=self.error,
+        )
+
+
+@dataclass(slots=True)
+class _Told:
+    """How much of one output `delta` has handed out."""
+
+    chars: int = 0
+    tokens: int = 0
+    finished: bool = False
+
+    def news(self, output: CompletionOutput) -> CompletionOutput | None:
+        chars, tokens = self.chars, self.tokens
+        self.chars, self.tokens = len(output.text), len(output.token_ids)
+        ended = output.finish_reason is not None and not self.finished
+        self.finished |= ended
+        if not ended and (chars, tokens) == (self.chars, self.tokens):
+            return None
+        return replace(
+            output,
+            text=output.text[chars:],
+            token_ids=output.token_ids[tokens:],
+            logprobs=None if output.logprobs is None else output.logprobs[tokens:],
         )
 
 

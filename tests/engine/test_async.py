@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxinfer import Engine, SamplingParams
-from jaxinfer.errors import CapacityError, InvalidRequest
+from jaxinfer.errors import InvalidRequest, Unavailable
 from jaxinfer.loading import LoadedModel
 from jaxinfer.types import Logprob, RequestOutput
 from tests.engine.conftest import SMALL
@@ -244,7 +244,7 @@ def test_drain(tiny_model):
         drained = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
         assert engine.stats()["draining"]
-        with pytest.raises(CapacityError, match="draining"):
+        with pytest.raises(Unavailable, match="draining"):
             await last(engine, PROMPT, SHORT)
         assert await drained
         assert [len(ids(output)) for output in await asyncio.gather(*tasks)] == [120] * 6
@@ -254,7 +254,7 @@ def test_drain(tiny_model):
     run(settle(engine))
     engine.close()
     engine.close()
-    with pytest.raises(CapacityError):
+    with pytest.raises(Unavailable):
         run(last(engine, PROMPT, SHORT))
 
 
