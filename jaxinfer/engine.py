@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -100,7 +100,7 @@ class Engine:
         cache_salt: str | None = None,
         use_prefix_cache: bool = True,
         deltas: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Stream a request: each item holds everything so far, the last one is `finished`.
 
         With `deltas` an item holds what came since the last one (RequestState.delta). A slow reader

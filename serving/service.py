@@ -1,0 +1,371 @@
+"""Service: one model behind all faces. Phases, admission, prompts, generation, records.
+
+gRPC, OpenAI and KServe translate their messages and call this; none of them touches the engine.
+Work on text runs in threads, so that no request delays another's tokens. Never parses a wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from jaxinfer.engine import Engine
+from jaxinfer.errors import InvalidRequest, JaxinferError, Overloaded, Unavailable
+from jaxinfer.inputs import Prompt
+from jaxinfer.text.chat import RESERVED, ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import RequestOutput, SamplingParams
+from serving.config import ServerConfig
+from serving.errors import BadField, NotFound, Precondition, Wire, wire
+
+MAX_TOKEN_CHARS = 256  # more characters a token than this: surely too long, whatever the tokenizer
+
+
+class Phase(StrEnum):
+    STARTING = "starting"  # loading or compiling
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    STOPPED = "stopped"
+    STALLED = "stalled"  # the engine loop stands still (the watchdog saw it)
+
+
+@dataclass(slots=True)
+class Call:
+    """One generation, as a face hands it over.
+
+    Attributes:
+        request_id: the client's, or one made by `Service.new_id`. It must not be running.
+        face: "http", "grpc" or "kserve". endpoint: route or RPC, for logs and spans.
+        trace: W3C trace headers (traceparent, tracestate). user: what the client says about itself.
+    """
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
+    use_prefix_cache: bool = True
+    face: str = "http"
+    endpoint: str = ""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a Call: for metrics, the log line and the span. Times are time.monotonic seconds.
+
+    Attributes:
+        output_tokens: tokens of each of the n outputs.
+        reason: "stop", "length", "abort" or "error"; the last output's that was no stop, else "stop".
+        intervals: seconds between tokens of one output; tokens that came together share the time.
+    """
+
+    call: Call
+    arrival: float
+    prompt_tokens: int
+    cached_tokens: int = 0
+    output_tokens: list[int] = field(default_factory=list)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    reason: str = "abort"
+    intervals: list[float] = field(default_factory=list)
+    _last: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.output_tokens = [0] * self.call.params.n
+        self._last = [0.0] * self.call.params.n
+
+    def take(self, output: RequestOutput) -> None:
+        """Note one item of the stream."""
+        now = time.monotonic()
+        self.cached_tokens = output.num_cached_tokens
+        self.first_scheduled = output.metrics.first_scheduled_time
+        self.first_token = output.metrics.first_token_time
+        for part in output.outputs:
+            count = len(part.token_ids)
+            if count and self.output_tokens[part.index]:
+                self.intervals += [(now - self._last[part.index]) / count] * count
+            if count:
+                self._last[part.index] = now
+            self.output_tokens[part.index] += count
+            if part.finish_reason not in (None, "stop") or self.reason == "abort":
+                self.reason = part.finish_reason or self.reason
+
+
+class Service:
+    """The engine and what the faces share. Lives in one event loop.
+
+    Args:
+        config: of the server. engine: None until `attach`: faces may listen while the model loads.
+    """
+
+    def __init__(self, config: ServerConfig, engine: Engine | None = None) -> None:
+        self.config = config
+        self.started = time.time()
+        self.phase = Phase.STARTING
+        self.on_phase: list[Callable[[Phase], None]] = []
+        self.on_finish: list[Callable[[Record], None]] = []  # once for each Call that was admitted
+        self.on_reject: list[Callable[[Wire], None]] = []  # once for each that was not
+        self.running: dict[str, Record] = {}
+        self.last_receive = 0.0  # time.time() of the last Call
+        self.kv_hub: Any = None  # serving.kv_events.KvEventHub when KV events are on
+        self._engine = engine
+        self._template: ChatTemplate | None = None
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="jaxinfer-text")
+        self._ids = itertools.count()
+        self._prefix = uuid.uuid4().hex[:12]
+        if engine is not None:
+            self.attach(engine)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def attach(self, engine: Engine) -> None:
+        """The engine is ready: take requests."""
+        from jaxinfer.loading import chat_template
+
+        self._engine = engine
+        source = self.config.chat_template
+        loaded = engine.model
+        self._template = (
+            loaded.template if source is None else chat_template(source, loaded.tokenizer)
+        )
+        self.set_phase(Phase.READY)
+
+    def set_phase(self, phase: Phase) -> None:
+        """Enter a phase and tell who wants to know (health services)."""
+        if phase is not self.phase:
+            self.phase = phase
+            for observe in self.on_phase:
+                observe(phase)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises Unavailable while the model loads."""
+        if self._engine is None:
+            raise Unavailable("the model is loading; try again when /ready answers 200")
+        return self._engine
+
+    @property
+    def loaded(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def ready(self) -> bool:
+        return self.phase is Phase.READY
+
+    async def drain(self) -> bool:
+        """Refuse new calls, let running ones finish (shutdown_timeout); True if all did."""
+        self.set_phase(Phase.DRAINING)
+        return self._engine is None or await self._engine.drain(self.config.shutdown_timeout)
+
+    def close(self) -> None:
+        """Stop the engine thread; streams that still run end with "abort"."""
+        self.set_phase(Phase.STOPPED)
+        if self._engine is not None:
+            self._engine.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- model ----------------------------------------------------------------------------------
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may use; the first is the one that is reported."""
+        if self.config.served_model_name:
+            return self.config.served_model_name
+        return (self._engine.model.name,) if self._engine else (self.config.model,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report for a requested one (None: the default). Raises NotFound."""
+        if name is None or name == "":
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise NotFound(
+                f"model={name!r:.100} does not exist; this server has {', '.join(self.model_names)}"
+            )
+        return name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.model.tokenizer is None:
+            raise Precondition("the model has no tokenizer; send token ids")
+        return self.engine.model.tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            self.engine  # noqa: B018  # says that it is loading
+            raise InvalidRequest(
+                "the model has no chat template; start the server with --chat-template FILE, or "
+                "use /v1/completions"
+            )
+        return self._template
+
+    # --- prompts --------------------------------------------------------------------------------
+
+    async def in_thread[T](self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run CPU work beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+
+    async def prompt(self, value: Any, add_special_tokens: bool = True) -> Prompt:
+        """A checked prompt from text, token ids or a mapping (see InputProcessor.prompt)."""
+        self._check_length(value)
+        return await self.in_thread(self.engine.inputs.prompt, value, add_special_tokens)
+
+    async def chat_prompt(
+        self,
+        messages: Any,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Messages through the chat template, tokenized. Prompt.text is the rendered text."""
+        more = dict(template_kwargs or {})
+        if bad := sorted({*RESERVED, "continue_final_message"}.intersection(more)):
+            raise BadField(
+                "chat_template_kwargs", f"chat_template_kwargs may not set {bad}; they are fields"
+            )
+        self._check_length(messages)
+        text = await self.in_thread(
+            self.template.render,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **more,
+        )
+        return await self.prompt(text, add_special_tokens)
+
+    def _check_length(self, value: Any) -> None:
+        """Refuse at once what no tokenizer makes short enough."""
+        longest = self.engine.core.max_model_len * MAX_TOKEN_CHARS
+        if isinstance(value, str) and len(value) > longest:
+            raise BadField(
+                "prompt",
+                f"prompt has {len(value)} characters, too many for max_model_len="
+                f"{self.engine.core.max_model_len} tokens",
+            )
+
+    # --- generation -----------------------------------------------------------------------------
+
+    def new_id(self, prefix: str = "req") -> str:
+        """A request id that nobody else has."""
+        return f"{prefix}-{self._prefix}{next(self._ids):08x}"
+
+    async def generate(self, call: Call) -> AsyncGenerator[RequestOutput]:
+        """Run a call; yields deltas (RequestState.delta), the last one is `finished`.
+
+        Close the iterator (aclosing) to abort. Raises InvalidRequest, CapacityError, Overloaded or
+        Unavailable before the first item; a request that fails later ends with finish_reason "error".
+        """
+        try:
+            self._admit(call)
+        except JaxinferError as error:
+            self.reject(error)
+            raise
+        record = self.running[call.request_id] = Record(
+            call, time.monotonic(), len(call.prompt.token_ids)
+        )
+        try:
+            async with aclosing(self._start(call)) as outputs:
+                async for output in outputs:
+                    record.take(output)
+                    yield output
+            record.finished = time.monotonic()
+        except JaxinferError as error:  # refused by the engine: nothing has run
+            self.reject(error)
+            raise
+        except (GeneratorExit, asyncio.CancelledError):  # the client left
+            record.finished = time.monotonic()
+            raise
+        finally:
+            del self.running[call.request_id]
+            if record.finished is not None:
+                for observe in self.on_finish:
+                    observe(record)
+
+    def _admit(self, call: Call) -> None:
+        """Raise unless the call may start now."""
+        if self.phase in (Phase.DRAINING, Phase.STOPPED):
+            raise Unavailable("the server is shutting down and takes no new requests")
+        self.last_receive = time.time()
+        limits = self.config.limits
+        if len(call.request_id) > limits.request_id_chars:
+            raise BadField(
+                "request_id",
+                f"request_id has {len(call.request_id)} characters; at most "
+                f"{limits.request_id_chars} are allowed",
+            )
+        if call.request_id in self.running:
+            raise BadField(
+                "request_id", f"request_id={call.request_id!r} is already running; choose another"
+            )
+        self._check_params(call.params)
+        requests, tokens = self.waiting()
+        if requests >= limits.queued_requests:
+            raise Overloaded(
+                f"{requests} requests are waiting, the limit is {limits.queued_requests}; try again later"
+            )
+        if tokens and tokens + len(call.prompt.token_ids) > limits.queued_tokens:
+            raise Overloaded(
+                f"{tokens} prompt tokens are waiting, the limit is {limits.queued_tokens}; try again later"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Limits of this server, below those of SamplingParams itself."""
+        limits, most = self.config.limits, self.config.max_logprobs
+        stops = params.stop_strings
+        if len(stops) > limits.stop_strings:
+            raise BadField(
+                "stop", f"stop has {len(stops)} strings; at most {limits.stop_strings} are allowed"
+            )
+        longest = max((len(s) for s in stops), default=0)
+        if longest > limits.stop_chars:
+            raise BadField(
+                "stop",
+                f"stop has a string of {longest} characters; at most {limits.stop_chars} are allowed",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > most:
+                raise BadField(name, f"{name}={value} is out of range [0, {most}]")
+
+    def _start(self, call: Call) -> AsyncGenerator[RequestOutput]:
+        return self.engine.generate(
+            call.prompt,
+            call.params,
+            call.request_id,
+            priority=call.priority,
+            timeout=call.timeout,
+            cache_salt=call.cache_salt,
+            use_prefix_cache=call.use_prefix_cache,
+            deltas=True,
+        )
+
+    def reject(self, error: BaseException) -> None:
+        """Count a request that was refused; faces report what they refuse themselves."""
+        for observe in self.on_reject:
+            observe(wire(error))
+
+    def waiting(self) -> tuple[int, int]:
+        """(calls without a first token, their prompt tokens)."""
+        waits = [r.prompt_tokens for r in self.running.values() if r.first_token is None]
+        return len(waits), sum(waits)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a running call: its stream ends with finish_reason "abort". False if it isn't running."""
+        return self._engine is not None and await self._engine.abort(request_id)
