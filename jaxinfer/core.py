@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.cache.events import Event, EventBuffer
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import CapacityError
 from jaxinfer.layout import RowFlag
@@ -91,6 +92,7 @@ class EngineCore:
         self.sizes = sizes or size_pools(config, model, specs)
         self.config, self.model, self.params, self.dtype = config, model, params, dtype
         self.max_model_len = self.sizes.max_model_len
+        self._kv_events = EventBuffer()
         self.scheduler = self._new_scheduler()
         self.step_model = StepModel(model, family, specs, self.scheduler.layout, config.page_size)
         self.state = self._new_state()
@@ -141,6 +143,7 @@ class EngineCore:
                 updates += self._collect()
         except (jax.errors.JaxRuntimeError, CapacityError) as error:
             updates += self._recover(plan, error)
+        self._kv_events.flush()
         return updates
 
     def _expire(self) -> list[Update]:
@@ -256,7 +259,19 @@ class EngineCore:
         return [Update(sequence, None, None, FinishReason.ERROR) for sequence in lost]
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.config, self._specs, self.sizes.pages, self.max_model_len)
+        scheduler = Scheduler(self.config, self._specs, self.sizes.pages, self.max_model_len)
+        if self._kv_events.listener is not None:
+            scheduler.set_kv_listener(self._kv_events.add)  # begins with AllBlocksCleared
+        return scheduler
+
+    def set_kv_listener(self, listener: Callable[[list[Event]], None] | None) -> None:
+        """Call `listener` once a round with what changed in the prefix cache; first with what is in it.
+
+        It runs on the thread of this core and must neither wait nor raise.
+        """
+        self._kv_events.listener = listener
+        self.scheduler.set_kv_listener(None if listener is None else self._kv_events.add)
+        self._kv_events.flush()
 
     def _renew_state(self) -> None:
         """Replace the state; the old one goes first, memory may not hold both."""

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from jaxinfer.cache.events import Event
 from jaxinfer.config import engine_config
 from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable
 from jaxinfer.inputs import default_sampling_params
@@ -152,6 +153,10 @@ class Engine:
         for rid in state.unfinished_ids():
             self._end(rid, stream, FinishReason.ABORT)
         return True
+
+    def set_kv_listener(self, listener: Callable[[list[Event]], None] | None) -> None:
+        """Have the engine thread call `listener`, see EngineCore.set_kv_listener; returns at once."""
+        self._inbox.put(lambda: self.core.set_kv_listener(listener))
 
     async def clear_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their pages."""

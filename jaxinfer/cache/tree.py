@@ -5,6 +5,10 @@ be forged, nothing is ever split, and a partial match pins exactly what it match
 reference to each of its pages, every sequence one more to each page of its table: a page that only
 the tree references can be evicted. Rule for duplicates: the tree's page wins, the caller's table is
 rewritten to it. Never knows requests or arrays. Called by the scheduler.
+
+A listener hears of nodes (cache/events.py), not of pages: a node is stored while it is in the tree, that
+is while its TOKEN pages are (without TOKEN kinds: while it or one below it has a page). The WINDOW page of
+its tokens may be gone, so a hit may be shorter than told, never longer.
 """
 
 from __future__ import annotations
@@ -13,17 +17,27 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from jaxinfer.cache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Listener,
+    Namespace,
+    page_hash,
+    root_hash,
+)
 from jaxinfer.cache.pool import PagePool
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.errors import ConfigError
 
-Namespace = tuple[object, ...]
-
 
 class Node:
-    """One page of tokens; `pages` holds a page id for each kind (0: evicted, WINDOW kinds only)."""
+    """One page of tokens; `pages` holds a page id for each kind (0: evicted, WINDOW kinds only).
 
-    __slots__ = ("attached", "children", "key", "pages", "parent")
+    `hash` names it in events; 0 until a listener has heard of it.
+    """
+
+    __slots__ = ("attached", "children", "hash", "key", "pages", "parent")
 
     def __init__(self, parent: Node | None, key: tuple, pages: list[int]) -> None:
         self.parent = parent
@@ -31,6 +45,7 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.attached = True
+        self.hash = 0
 
 
 class Match(NamedTuple):
@@ -91,6 +106,7 @@ class PrefixTree:
         # Pages that only the tree references, longest unused first. The order is the clock. A sequence
         # releases its last page first, so that no TOKEN page ever stands before one of its children.
         self._idle: list[OrderedDict[int, Node]] = [OrderedDict() for _ in specs]
+        self._listener: Listener | None = None
 
     # -- pages ---------------------------------------------------------------------------------
 
@@ -206,14 +222,19 @@ class PrefixTree:
         if held.depth >= count:
             return rewritten
         node = held.node or self._root(namespace)
+        fresh: list[Node] = []  # what a listener hears of; nothing else hangs below a new node
         for index in range(held.depth, count):
             key = tuple(tokens[index * size : (index + 1) * size])
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(node, key, [0] * len(self.specs))
+                if self._listener is not None:
+                    fresh.append(child)
             self._merge(child, held, index, rewritten)
             node = child
         held.node, held.depth = node, count
+        if fresh:
+            self._tell_stored(namespace, fresh)
         return rewritten
 
     def _root(self, namespace: Namespace) -> Node:
@@ -264,6 +285,8 @@ class PrefixTree:
             for node in _descend(root):
                 node.attached = False
         self._roots.clear()
+        if self._listener is not None:
+            self._listener(AllBlocksCleared())
 
     def _drop_page(self, node: Node, kind: int) -> None:
         page = node.pages[kind]
@@ -286,8 +309,36 @@ class PrefixTree:
             if node.parent is None:
                 del self._roots[node.key]
                 return
+            if self._listener is not None:
+                self._listener(BlockRemoved((node.hash,)))
             del node.parent.children[node.key]
             node = node.parent
+
+    # -- events --------------------------------------------------------------------------------
+
+    def set_listener(self, listener: Listener | None) -> None:
+        """Tell every change from now on; first AllBlocksCleared and what is stored already."""
+        self._listener = listener
+        if listener is None:
+            return
+        listener(AllBlocksCleared())
+        for namespace, root in self._roots.items():
+            for node in _descend(root):
+                if node is not root:
+                    self._tell_stored(namespace, [node])
+
+    def _tell_stored(self, namespace: Namespace, chain: list[Node]) -> None:
+        """`chain`: nodes of which each is the parent of the next."""
+        assert self._listener is not None and chain[0].parent is not None
+        above = chain[0].parent
+        if above.parent is None:  # a root may have come before the listener
+            above.hash = root_hash(namespace)
+        last = above.hash
+        for node in chain:
+            last = node.hash = page_hash(last, node.key)
+        parent = None if above.parent is None else above.hash
+        hashes, pages = tuple(n.hash for n in chain), tuple(n.key for n in chain)
+        self._listener(BlockStored(hashes, parent, pages, namespace))
 
     # -- checks --------------------------------------------------------------------------------
 

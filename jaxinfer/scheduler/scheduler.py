@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from jaxinfer.cache import CacheSpec, Held
+from jaxinfer.cache.events import Listener
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.layout import RecordLayout, RowField
@@ -347,6 +348,10 @@ class Scheduler:
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their pages."""
         self._pages.tree.clear()
+
+    def set_kv_listener(self, listener: Listener | None) -> None:
+        """Tell which pages can be reused: what is stored now, then every change."""
+        self._pages.tree.set_listener(listener)
 
     def stats(self) -> SchedulerStats:
         tree = self._pages.tree
