@@ -17,7 +17,7 @@ run: setup
 # Everything that runs on a CPU in minutes. The tests on real weights need the demo model: it is
 # fetched once; where it cannot be had, the rest still runs.
 test: setup
-	@marks="not slow and not gpu and not torch"; \
+	@marks="not slow and not gpu and not torch and not clients"; \
 	if ! $(BIN)/python -c "from jaxinfer.weights.demo import fetch_demo; fetch_demo()"; then \
 		marks="$$marks and not demo"; \
 		echo "test: the demo model could not be fetched, so the tests marked 'demo' are left out"; \
