@@ -162,6 +162,11 @@ class Engine:
         """Forget every cached prefix; running requests keep their pages."""
         await self._ask(lambda: self.core.scheduler.clear_prefix_cache())
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs: it ends on close, or if not even a reset worked."""
+        return self._thread.is_alive()
+
     def silence(self) -> float:
         """Seconds since the engine thread last began a round; 0.0 while it has nothing to do."""
         return time.monotonic() - self._round if self._busy else 0.0

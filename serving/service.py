@@ -68,6 +68,7 @@ class Record:
         output_tokens: tokens of each of the n outputs.
         reason: "stop", "length", "abort" or "error"; the last output's that was no stop, else "stop".
         intervals: seconds between tokens of one output; tokens that came together share the time.
+        handed: when the client's side was given an item that it has not taken yet; else None.
     """
 
     call: Call
@@ -80,6 +81,7 @@ class Record:
     finished: float | None = None
     reason: str = "abort"
     intervals: list[float] = field(default_factory=list)
+    handed: float | None = None
     _last: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,7 +121,9 @@ class Service:
         self.on_reject: list[Callable[[Wire], None]] = []  # once for each that was not
         self.running: dict[str, Record] = {}
         self.last_receive = 0.0  # time.time() of the last Call
-        self.kv_hub: Any = None  # serving.kv_events.KvEventHub when KV events are on
+        self.kv_hub: Any = None  # KvEventHub; None: KV events are off
+        self.metrics: Any = None  # Metrics; None in tests of one face
+        self.profiler: Any = None  # Profiler; None: profiling is off
         self._engine = engine
         self._template: ChatTemplate | None = None
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="jaxinfer-text")
@@ -284,7 +288,9 @@ class Service:
             async with aclosing(self._start(call)) as outputs:
                 async for output in outputs:
                     record.take(output)
+                    record.handed = time.monotonic()
                     yield output
+                    record.handed = None
             record.finished = time.monotonic()
         except JaxinferError as error:  # refused by the engine: nothing has run
             self.reject(error)
@@ -369,3 +375,10 @@ class Service:
     async def abort(self, request_id: str) -> bool:
         """End a running call: its stream ends with finish_reason "abort". False if it isn't running."""
         return self._engine is not None and await self._engine.abort(request_id)
+
+    async def abort_unread(self) -> None:
+        """End calls whose client has not read for limits.idle_seconds: they hold pages for nobody."""
+        late = time.monotonic() - self.config.limits.idle_seconds
+        for name, record in list(self.running.items()):
+            if record.handed is not None and record.handed < late:
+                await self.abort(name)
