@@ -1,26 +1,39 @@
-"""`jaxinfer bench offline`: throughput and latency of one model here, after a check of its tokens.
+"""`jaxinfer bench`: `offline` measures one model here, `serve` puts load on a server.
 
-Prefill and decode are told apart by two runs: one token for each prompt, then all of them. Prompts are
-random ids, new ones each time, so that nothing is found in the prefix cache. Called by cli.py.
+Offline tells prefill and decode apart by two runs: one token for each prompt, then all of them. Its
+prompts are random ids, new ones each time, so that nothing is found in the prefix cache. Neither
+gives results of wrong or failed requests unless told to. Called by cli.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.types import SamplingParams
+from serving.bench.settings import (
+    DATA,
+    TARGET,
+    TRAFFIC,
+    DataSettings,
+    TargetSettings,
+    TrafficSettings,
+)
 from serving.commands.generate import AsJson, Model
 from serving.options import ENGINE, READERS, with_options
 from serving.present import print_json
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
+    from serving.bench.session import Session
 
 DEFAULT_BATCHES = (1, 8, 32)
 CHECK_PROMPTS, CHECK_TOKENS = 3, 8
@@ -171,3 +184,99 @@ def _print_table(llm: LLM, results: list[Result]) -> None:
     for result in results:
         table.add_row(*(f"{value:g}" for value in asdict(result).values()))
     Console().print(table)
+
+
+@app.command("serve")
+@with_options(target=TARGET, traffic=TRAFFIC, data=DATA)
+def serve(
+    target: dict[str, Any],
+    traffic: dict[str, Any],
+    data: dict[str, Any],
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="limits in ms, as in ttft:500 tpot:50 e2el:5000: requests within all"),
+    ] = None,
+    limits: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="write the results and each request as JSON; file or folder")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="write a figure: .png, .svg, .pdf or a folder")
+    ] = None,
+    allow_errors: Annotated[
+        bool, typer.Option("--allow-errors", help="give results though requests failed")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Put load on a server and measure it. Exit code 1 if a request failed."""
+    from serving.bench.metrics import parse_slo, summarize
+    from serving.bench.plot import check_plot, write_plot
+    from serving.bench.report import document, rows, target_file, write_json
+
+    if limits and not goodput:
+        raise typer.BadParameter(f"unexpected argument {limits[0]!r}; limits follow --goodput")
+    slo = parse_slo(" ".join([*(goodput or []), *(limits or [])]).replace(",", " ").split())
+    where, how, what = TargetSettings(**target), TrafficSettings(**traffic), DataSettings(**data)
+    output = None if output is None else target_file("output", output, ".json")
+    if plot is not None:
+        plot = target_file("plot", plot, ".png")
+        check_plot(plot)
+    session = _run_load(where, how, what)
+    records = session.run.records
+    results = summarize(records, session.run.duration, slo)
+    settings = {"target": where.public(), "traffic": how.public(), "data": what.public()}
+    report = document(session, settings, results)
+    failed = bool(results["errors"])
+    if not failed or allow_errors:
+        if output is not None:
+            write_json(output, report | {"requests": rows(records)})
+        if plot is not None:
+            write_plot(plot, records, session.server.model, slo)
+    _show_load(session, report, allow_errors, as_json)
+    return 1 if failed else 0
+
+
+def _run_load(target: TargetSettings, traffic: TrafficSettings, data: DataSettings) -> Session:
+    """The measurement, with a progress bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from serving.bench.session import measure
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    quiet = not sys.stderr.isatty()
+    bar = Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=quiet, transient=True
+    )
+    with bar:
+        task = bar.add_task("requests", total=None)
+        return asyncio.run(
+            measure(
+                target,
+                traffic,
+                data,
+                on_start=lambda count: bar.update(task, total=count),
+                on_done=lambda _: bar.advance(task),
+            )
+        )
+
+
+def _show_load(session: Session, report: dict[str, Any], allow_errors: bool, as_json: bool) -> None:
+    """Results, or only what went wrong."""
+    from rich.console import Console
+
+    from serving.bench.report import print_errors, print_tables
+
+    results = report["results"]
+    failed = results["requests"] - results["succeeded"]
+    check = "ok" if not failed else f"{failed} of {results['requests']} requests failed"
+    if failed and not allow_errors:
+        report = {"errors": results["errors"]}
+        check += "; no results without --allow-errors"
+    if as_json:
+        print_json({"check": check} | report)
+    elif "results" in report:
+        print_tables(Console(), session, results)
+    if failed:
+        print_errors(Console(stderr=True), results, session.run.records)
+        typer.echo(f"jaxinfer: {check}", err=True)
