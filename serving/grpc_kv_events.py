@@ -45,7 +45,7 @@ async def subscribe_kv_events(
         for each batch, so it must be cheap. `sample` and `load_only` are set here.
     """
     await context.send_initial_metadata(())
-    stream = _Stream(hub.block_size, dp_rank, load)
+    stream = _Stream(dp_rank, load)
     try:
         start, opening = _opening(hub, request, stream)
         subscription = hub.subscribe(start)
@@ -84,10 +84,10 @@ def _opening(
 class _Stream:
     """The messages of one subscriber: numbers its events and its load records."""
 
-    def __init__(self, block_size: int, dp_rank: int, load: Load | None) -> None:
+    def __init__(self, dp_rank: int, load: Load | None) -> None:
         self.load = load
         self.seq: int | None = None  # of the last batch; heartbeats repeat it
-        self._block_size, self._dp_rank = block_size, dp_rank
+        self._dp_rank = dp_rank
         self._event_id = self._sample = self._unchanged = 0
         self._record: pb.EngineLoad | None = None  # as the source gave it
         self._sent = time.monotonic()
@@ -103,7 +103,7 @@ class _Stream:
         """Chunks whose numbers end at `seq`, after which the state was taken."""
         blocks = sum(len(event.hashes) for event in stored)
         pages = -(-blocks // (seq + 1))  # there are seq + 1 numbers to give at most
-        pages = max(pages, CHUNK_TOKENS // self._block_size, 1)
+        pages = max(pages, CHUNK_TOKENS // max((e.block_size for e in stored), default=1), 1)
         chunks: list[list[Event]] = [[AllBlocksCleared()]]
         room = pages
         for event in stored:
@@ -166,7 +166,7 @@ class _Stream:
                     tier=pb.KV_CACHE_TIER_DEVICE,
                     locality=pb.KV_CACHE_LOCALITY_LOCAL,
                     blocks=[
-                        pb.KvBlock(block_hash=h, token_ids=tokens, block_size=self._block_size)
+                        pb.KvBlock(block_hash=h, token_ids=tokens, block_size=event.block_size)
                         for h, tokens in zip(event.hashes, event.pages, strict=True)
                     ],
                 )

@@ -2,14 +2,13 @@
 
 The engine thread calls `put` and never waits: readers have a cursor into one ring of batches, and a
 reader that falls out of it has to start over. The mirror (what is stored now) answers late
-subscribers without the engine. Read by grpc_kv_events.py and zmq_kv_events.py; built by the server.
+subscribers without the engine. Read by grpc_kv_events.py and zmq_kv_events.py; built by server.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
-import json
 import logging
 import re
 import threading
@@ -18,14 +17,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxinfer.cache.events import BlockRemoved, BlockStored, Event, Namespace
 from jaxinfer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxinfer.engine import Engine
-    from serving.zmq_kv_events import ZmqPublisher
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +71,8 @@ class KvEventsConfig:
             check_endpoint("replay_endpoint", self.replay_endpoint)
 
     @classmethod
-    def parse(cls, source: str | Mapping[str, Any]) -> KvEventsConfig:
-        """From a JSON object or its text. Raises ConfigError that names the key."""
-        if isinstance(source, str):
-            try:
-                source = json.loads(source)
-            except ValueError as error:
-                raise ConfigError(
-                    f"kv_events_config is no JSON ({error}); give an object"
-                ) from None
+    def from_dict(cls, source: Mapping[str, Any]) -> KvEventsConfig:
+        """From the JSON object. Raises ConfigError that names the key."""
         if not isinstance(source, Mapping):
             raise ConfigError(f"kv_events_config={source!r:.60} must be a JSON object")
         names = [f.name for f in fields(cls)]
@@ -133,8 +121,7 @@ class _Block(NamedTuple):
 class KvEventHub:
     """Numbered batches and what is stored now. Every method may be called from any thread."""
 
-    def __init__(self, block_size: int, buffer_steps: int = 10_000) -> None:
-        self.block_size = block_size
+    def __init__(self, buffer_steps: int = 10_000) -> None:
         self.buffer_steps = buffer_steps
         self.closed = False
         self._lock = threading.Lock()
@@ -292,36 +279,3 @@ class Subscription:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(slots=True)
-class KvEvents:
-    """What runs for KV events; the hub is what faces read."""
-
-    hub: KvEventHub
-    publisher: ZmqPublisher | None = None
-
-    def close(self) -> None:
-        self.hub.close()
-        if self.publisher is not None:
-            self.publisher.close()
-
-
-def start_kv_events(engine: Engine, config: KvEventsConfig) -> KvEvents | None:
-    """Listen to the engine and publish as configured; None if events are off. Raises ConfigError."""
-    if not config.enable_kv_cache_events:
-        return None
-    events = KvEvents(KvEventHub(engine.core.config.page_size, config.buffer_steps))
-    if config.publisher == "zmq":
-        from serving.zmq_kv_events import ZmqPublisher
-
-        events.publisher = ZmqPublisher(
-            events.hub,
-            config.endpoint,
-            config.replay_endpoint,
-            topic=config.topic,
-            encoding=config.encoding,
-            hwm=config.hwm,
-        )
-    engine.set_kv_listener(events.hub.put)
-    return events

@@ -94,7 +94,8 @@ class Server:
             log.info("gRPC on %s", _address(config, self.grpc_port))
 
     def _open_kv_events(self) -> None:
-        from serving.kv_events import KvEventHub, KvEventsConfig, ZmqPublisher
+        from serving.kv_events import KvEventHub, KvEventsConfig
+        from serving.zmq_kv_events import ZmqPublisher
 
         events = KvEventsConfig.from_dict(self.config.kv_events or {})
         if events.enable_kv_cache_events:
@@ -112,7 +113,7 @@ class Server:
             )
         engine = self._engine
         if self.service.kv_hub is not None:
-            engine.core.set_kv_listener(self.service.kv_hub.put)
+            engine.set_kv_listener(self.service.kv_hub.put)
         self.service.attach(engine)
         self._watcher = asyncio.create_task(self._watch())
         log.info("ready: %s", ", ".join(self.service.model_names))
@@ -158,6 +159,8 @@ class Server:
         if self._watcher is not None:
             self._watcher.cancel()
         self.service.set_phase(Phase.STOPPED)
+        if self.service.kv_hub is not None:
+            self.service.kv_hub.close()
         if self._grpc is not None:
             await self._grpc.stop(0.5)
         if self._http is not None:

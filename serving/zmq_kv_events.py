@@ -3,7 +3,7 @@
 PUB frames: topic, sequence number (8 bytes, big-endian), payload [ts, [events], dp_rank]. Replay: a
 client sends ["", first number] to the ROUTER and gets ["", topic, number, payload] for each batch
 that is kept, then the number -1 with an empty payload. Runs in a thread of its own; never makes the
-engine wait. Started by kv_events.start_kv_events.
+engine wait. Started by server.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zmq
 
 from jaxinfer.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from jaxinfer.errors import ConfigError
-from serving.kv_events import ENCODINGS, KvBatch, KvEventHub, check_endpoint
+from serving.kv_events import ENCODINGS, KvBatch, KvEventHub, KvEventsConfig, check_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ MEDIUM = "GPU"  # vLLM's name for the memory of the device
 MAX_INCOMING = 4096  # bytes; a replay request has 8, a subscription the length of its topic
 
 
-def encode(batch: KvBatch, block_size: int, encoding: str, dp_rank: int = 0) -> bytes:
+def encode(batch: KvBatch, encoding: str, dp_rank: int = 0) -> bytes:
     """The payload of a batch; encoding: "map" or "array"."""
     convert = _as_map if encoding == "map" else _as_array
-    events = [convert(event, block_size) for event in batch.events]
+    events = [convert(event) for event in batch.events]
     return msgspec.msgpack.encode([batch.ts, events, dp_rank])
 
 
-def _as_map(event: Event, block_size: int) -> dict[str, Any]:
+def _as_map(event: Event) -> dict[str, Any]:
     match event:
         case BlockStored():
             out = {
@@ -43,7 +43,7 @@ def _as_map(event: Event, block_size: int) -> dict[str, Any]:
                 "block_hashes": event.hashes,
                 "parent_block_hash": event.parent,
                 "token_ids": event.tokens,
-                "block_size": block_size,
+                "block_size": event.block_size,
                 "lora_id": None,
                 "medium": MEDIUM,
                 "lora_name": None,
@@ -55,11 +55,11 @@ def _as_map(event: Event, block_size: int) -> dict[str, Any]:
             return {"type": "AllBlocksCleared"}
 
 
-def _as_array(event: Event, block_size: int) -> list[Any]:
+def _as_array(event: Event) -> list[Any]:
     """Fields in the order of vLLM's structs; the salt is an extra key of a prompt's first block."""
     match event:
         case BlockStored():
-            out = [event.hashes, event.parent, event.tokens, block_size, None, MEDIUM]
+            out = [event.hashes, event.parent, event.tokens, event.block_size, None, MEDIUM]
             if event.cache_salt and event.parent is None:
                 others = [None] * (len(event.hashes) - 1)
                 out += [None, [[event.cache_salt], *others]]  # lora_name, extra_keys
@@ -116,6 +116,17 @@ class ZmqPublisher:
         self._thread.start()
         hub.add_waker(self._wake)
         self._wake()
+
+    @classmethod
+    def from_config(cls, hub: KvEventHub, config: KvEventsConfig) -> ZmqPublisher:
+        return cls(
+            hub,
+            config.endpoint,
+            config.replay_endpoint,
+            topic=config.topic,
+            encoding=config.encoding,
+            hwm=config.hwm,
+        )
 
     def _bind(self, kind: int, name: str, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
         check_endpoint(name, endpoint)
@@ -179,7 +190,7 @@ class ZmqPublisher:
             self._seq = batch.seq + 1
 
     def _frames(self, batch: KvBatch) -> list[bytes]:
-        payload = encode(batch, self._hub.block_size, self._encoding, self._dp_rank)
+        payload = encode(batch, self._encoding, self._dp_rank)
         return [self._topic, batch.seq.to_bytes(8, "big"), payload]
 
     def _replay(self, router: zmq.Socket[bytes]) -> None:

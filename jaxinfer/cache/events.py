@@ -36,6 +36,11 @@ class BlockStored:
         return [token for page in self.pages for token in page]
 
     @property
+    def block_size(self) -> int:
+        """Tokens in each of the pages."""
+        return len(self.pages[0])
+
+    @property
     def cache_salt(self) -> str | None:
         """The salt that the request gave: the first part of the engine's namespaces, if it is not empty."""
         salt = self.namespace[0] if self.namespace else None
