@@ -19,6 +19,8 @@ import numpy as np
 
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.model_config import ModelConfig
+from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.guard import SpecialGuard
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, SamplingParams
 
@@ -58,6 +60,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._engine_seed = engine_seed
         self._no_tokenizer = no_tokenizer
+        self._guard: SpecialGuard | None = None
         self._count = itertools.count(1)  # event loops share it; next() is atomic
 
     def prompt(self, prompt: Any, add_special_tokens: bool = True) -> Prompt:
@@ -88,6 +91,40 @@ class InputProcessor:
         if isinstance(prompt, (list, tuple)):
             return Prompt(None, self._checked_ids(prompt))
         raise InvalidRequest(f"{name}={prompt!r:.60} must be {wanted}")
+
+    def chat(
+        self,
+        template: ChatTemplate,
+        messages: Any,
+        *,
+        tools: Any = None,
+        add_special_tokens: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Messages through a chat template, tokenized; the result's text is the rendered one.
+
+        Templates spell their special tokens, so none are added. Those that a client spells in its
+        messages, tools or template_kwargs stay text.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest(f"messages are text, but {self._no_tokenizer}")
+        if self._guard is None:
+            self._guard = SpecialGuard(self._tokenizer)
+        shield = self._guard.shield()
+        text = template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            _protect=shield.protect,
+            **dict(template_kwargs or {}),
+        )
+        if shield.mark is None:
+            return self.prompt(text, add_special_tokens)
+        ids = self._guard.encode(text, shield.mark, add_special_tokens)
+        return Prompt(text.replace(shield.mark, ""), self._checked_ids(ids))
 
     def _from_mapping(self, prompt: Mapping[str, Any]) -> tuple[str, Any]:
         known = {"prompt", "prompt_token_ids"}

@@ -165,14 +165,14 @@ class LLM:
                 "the model has no chat template; send a raw prompt, or give a template with "
                 "chat_template= (command line: --chat-template FILE)"
             )
-        text = self._template.render(
+        return self._inputs.chat(
+            self._template,
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **more,
+            template_kwargs=more,
         )
-        return self._inputs.prompt(text, add_special_tokens=False)
 
     def score(self, prompts: Any, continuations: Any = None) -> list[ScoreOutput]:
         """Log-likelihood of each prompt, or of each continuation given its prompt. Samples nothing.

@@ -244,15 +244,16 @@ class Service:
                 "chat_template_kwargs", f"chat_template_kwargs may not set {bad}; they are fields"
             )
         self._check_length(messages)
-        text = await self.in_thread(
-            self.template.render,
+        return await self.in_thread(
+            self.engine.inputs.chat,
+            self.template,
             messages,
             tools=tools,
+            add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **more,
+            template_kwargs=more,
         )
-        return await self.prompt(text, add_special_tokens)
 
     def _check_length(self, value: Any) -> None:
         """Refuse at once what no tokenizer makes short enough."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -61,6 +61,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        _protect: Callable[[Any], Any] = lambda given: given,
         **kwargs: Any,
     ) -> str:
         """Prompt text for `messages`.
@@ -71,6 +72,7 @@ class ChatTemplate:
             tools: OpenAI-style function descriptions.
             add_generation_prompt: open the assistant's turn.
             continue_final_message: leave the final message open so that the model continues it.
+            _protect: applied to everything that the client gave, once it is checked (SpecialGuard).
             kwargs: further template variables (chat_template_kwargs).
 
         Raises:
@@ -88,13 +90,15 @@ class ChatTemplate:
             raise InvalidRequest(
                 "continue_final_message=True needs add_generation_prompt=False; set one of the two"
             )
-        checked = self.check(messages)
+        checked, checked_tools, kwargs = _protect(
+            [self.check(messages), _check_tools(tools), kwargs]
+        )
         text = self._run(
             {
                 **self._tokens,
                 **kwargs,
                 "messages": checked,
-                "tools": _check_tools(tools),
+                "tools": checked_tools,
                 "add_generation_prompt": add_generation_prompt,
             }
         )
