@@ -8,7 +8,7 @@ engine core, on the engine thread; imports no JAX.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -70,7 +70,7 @@ def root_hash(namespace: Namespace) -> int:
 
 def page_hash(parent: int, tokens: Sequence[int]) -> int:
     """Id of a page after the page (or root) `parent`; tokens are int64."""
-    return _int64(array("q", (parent, *tokens)).tobytes())
+    return _int64(struct.pack(f"<{len(tokens) + 1}q", parent, *tokens))
 
 
 def _int64(data: bytes) -> int:
