@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reference-python", help="a Python that has torch and transformers")
+    parser.addoption("--clients", help="a virtual environment with third parties' clients")
 
 
 @pytest.fixture(scope="session")
