@@ -1,0 +1,175 @@
+"""The gateway `smg`, unmodified, in front of two of our servers: what its users do with vLLM.
+
+Run with -m clients --clients=FOLDER. One gateway and two servers for all tests but the last, which
+kills a server.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.integration.processes import Process, Served, free_port
+
+pytestmark = pytest.mark.clients
+EVENTS = '{"enable_kv_cache_events": true, "publisher": "null"}'
+FLAGS = ("--served-model-name", "tiny", "--page-size", "16", "--kv-events-config", EVENTS,
+         "--max-num-seqs", "8", "--max-num-batched-tokens", "128")  # fmt: skip
+
+
+@dataclass
+class Cluster:
+    """Two servers behind a gateway. `client` talks to the gateway."""
+
+    servers: tuple[Served, Served]
+    gateway: Process
+    client: openai.OpenAI
+
+    def complete(self, prompt: str, **options) -> openai.types.Completion:
+        options = {"max_tokens": 8, "temperature": 0.0, **options}
+        return self.client.completions.create(model="tiny", prompt=prompt, **options)
+
+    def count(self, name: str) -> float:
+        """A metric, summed over both servers and its labels."""
+        return sum(metric(server, name) for server in self.servers)
+
+
+def metric(server: Served, name: str) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return sum(float(v) for v in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def launch(folder: Path, smg: Path, model: Path, started: list[Process]) -> Cluster:
+    servers = (
+        Served(model, folder / "a.log", *FLAGS),
+        Served(model, folder / "b.log", *FLAGS),
+    )
+    started += servers
+    for server in servers:
+        server.wait_ready()
+    port = free_port()
+    urls = [f"grpc://{server.target}" for server in servers]
+    gateway = Process(
+        [smg, "launch", "--worker-urls", *urls, "--backend", "vllm", "--policy", "cache_aware",
+         "--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1",
+         "--prometheus-port", str(free_port())],
+        folder / "smg.log",
+    )  # fmt: skip
+    started.append(gateway)
+    gateway.wait_http(f"http://127.0.0.1:{port}/health")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
+    cluster = Cluster(servers, gateway, client)
+    wait_until(lambda: len(list(client.models.list())) >= 1, "the gateway knows no model", 60)
+    wait_until(lambda: both_serve(cluster), "one server gets no request", 60)
+    return cluster
+
+
+def wait_until(condition: Callable[[], bool], message: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, message
+        time.sleep(0.02)
+
+
+def both_serve(cluster: Cluster) -> bool:
+    """Whether unrelated prompts reach both servers by now."""
+    tag = time.monotonic_ns()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: cluster.complete(f"{i} {tag} warm", max_tokens=2), range(8)))
+    return all(metric(s, "vllm:request_success_total") > 0 for s in cluster.servers)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, clients: Path, tiny: Path) -> Iterator[Cluster]:
+    started: list[Process] = []
+    try:
+        yield launch(tmp_path_factory.mktemp("smg"), clients / "smg", tiny, started)
+    finally:
+        for process in reversed(started):
+            process.close()
+
+
+def test_chat_and_completions_through_the_gateway(cluster: Cluster):
+    direct = openai.OpenAI(base_url=f"{cluster.servers[0].url}/v1", api_key="x", max_retries=0)
+    options = {"model": "tiny", "max_tokens": 12, "temperature": 0.0}
+    messages = [{"role": "user", "content": "hello there"}]
+    ours = direct.chat.completions.create(messages=messages, **options)  # type: ignore[call-overload]
+    theirs = cluster.client.chat.completions.create(messages=messages, **options)  # type: ignore[call-overload]
+    assert theirs.choices[0].message.content == ours.choices[0].message.content
+    assert theirs.choices[0].finish_reason == ours.choices[0].finish_reason
+    assert theirs.usage.completion_tokens == ours.usage.completion_tokens
+    stream = cluster.client.chat.completions.create(messages=messages, stream=True, **options)  # type: ignore[call-overload]
+    joined = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+    assert joined == ours.choices[0].message.content
+    text = cluster.complete("the quick", max_tokens=12)
+    assert (
+        text.choices[0].text
+        == direct.completions.create(prompt="the quick", **options).choices[0].text
+    )
+
+
+def test_a_bad_request_is_the_clients_fault_and_not_retried(cluster: Cluster):
+    before = cluster.count("vllm:admission_rejections_total")
+    with pytest.raises(openai.BadRequestError):
+        cluster.complete("x", max_tokens=100_000)
+    assert cluster.count("vllm:admission_rejections_total") <= before + 1
+
+
+def test_second_turns_go_where_the_prefix_is(cluster: Cluster):
+    """Routing by KV events: at least 95 % of second turns find their first turn's pages."""
+    hits, turns = 0, 40
+    first: list[str] = []
+    for i in range(turns):
+        prompt = "".join(chr(97 + (i * 7 + j * (i + 3)) % 26) for j in range(96))
+        first.append(prompt + cluster.complete(prompt).choices[0].text)
+    time.sleep(1.0)  # events reach the gateway
+    for prompt in first:
+        before = cluster.count("vllm:prefix_cache_hits_total")
+        cluster.complete(prompt + " and then")
+        hits += cluster.count("vllm:prefix_cache_hits_total") - before >= 80
+    assert hits >= 0.95 * turns, f"{hits} of {turns}"
+    shares = [metric(s, "vllm:request_success_total") for s in cluster.servers]
+    assert min(shares) > 0.2 * sum(shares), f"one server did it all: {shares}"
+
+
+def test_a_client_that_leaves_frees_its_pages(cluster: Cluster):
+    for _ in range(3):
+        stream = cluster.client.completions.create(
+            model="tiny",
+            prompt="go on",
+            max_tokens=400,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        stream.close()
+        wait_until(lambda: cluster.count("vllm:num_requests_running") == 0, "it still runs", 1.0)
+
+
+def test_the_rest_goes_on_when_a_server_dies(tmp_path, clients, tiny, processes):
+    cluster = launch(tmp_path, clients / "smg", tiny, processes)
+    done: list[str] = []
+
+    def ask(i: int) -> str | None:
+        try:
+            done.append(cluster.complete(f"{i} {'z' * (i % 50)}", max_tokens=32).choices[0].text)
+        except openai.APIError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        load = [pool.submit(ask, i) for i in range(120)]
+        wait_until(lambda: len(done) > 20, "no load", 60)
+        cluster.servers[0].signal(9)
+        failures = [f.result() for f in load if f.result() is not None]
+    assert len(failures) <= 16, "more than what was in flight, or queued at, the dead server"
+    assert [ask(i) for i in range(500, 520)] == [None] * 20, "the other one serves"
