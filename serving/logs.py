@@ -138,9 +138,9 @@ class RequestLog:
     def _read_counters(self) -> tuple[dict[str, Any], float, int, int]:
         """(Engine.stats(), seconds, tokens fed and tokens sampled since the last reading)."""
         stats = self._service.engine.stats()
-        before, now = self._last, time.monotonic()
+        (then, fed, sampled), now = self._last, time.monotonic()
         self._last = (now, stats["tokens_fed"], stats["tokens_sampled"])
-        return (stats, max(now - before[0], 1e-3), *(self._last[i] - before[i] for i in (1, 2)))
+        return stats, max(now - then, 1e-3), self._last[1] - fed, self._last[2] - sampled
 
     def _load_fields(self) -> dict[str, Any]:
         stats, seconds, fed, sampled = self._read_counters()

@@ -64,13 +64,14 @@ class Metrics:
         self._step_time = self._histograms["jaxinfer:step_time_seconds"]
         self._step_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._core: EngineCore | None = None
+        self._previous: Callable[[StepReport], None] | None = None  # what `_step` has replaced
         self._scheduler: SchedulerCounters | None = None
         self._registry = CollectorRegistry()
         self._registry.register(_Page(self))
         ProcessCollector(registry=self._registry)
         service.on_finish.append(self._finish)
         service.on_reject.append(self._reject)
-        service.on_phase.append(lambda _: self._attach())
+        service.on_phase.append(self._phase)
         self._attach()
 
     def render(self) -> tuple[bytes, str]:
@@ -101,7 +102,14 @@ class Metrics:
         buckets = token_buckets(core.max_model_len)
         self._histograms |= {name: Distribution(buckets) for name in TOKEN_HISTOGRAMS}
         self._scheduler = SchedulerCounters(core)
-        core.on_step = self._step
+        if core.on_step is not None:  # another server's on the same engine
+            self.on_step.append(core.on_step)
+        self._previous, core.on_step = core.on_step, self._step
+
+    def _phase(self, phase: Phase) -> None:
+        self._attach()
+        if phase is Phase.STOPPED and self._core is not None and self._core.on_step == self._step:
+            self._core.on_step = self._previous
 
     def _step(self, report: StepReport) -> None:
         self._step_time.observe(report.seconds)
