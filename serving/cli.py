@@ -6,6 +6,7 @@ or the setup is wrong, 130 interrupted. With --json an error is an object on std
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import typer
 
 from jaxinfer import __version__
 from jaxinfer.errors import JaxinferError
-from serving.commands import bench, chat, convert, crosscheck, doctor, generate
+from serving.commands import bench, chat, convert, crosscheck, doctor, generate, serve
 from serving.present import print_json
 
 # What doctor shows: these change how JAX and the commands behave.
@@ -31,6 +32,9 @@ RELEVANT = (
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
+
+# Read for the commands that need them; never shown.
+SECRETS = ("JAXINFER_API_KEY", "JAXINFER_ADMIN_API_KEY")
 
 # typer carries its own copy of click in newer versions, so the base class is found, not imported.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -48,6 +52,7 @@ for command in (
     convert.convert,
     crosscheck.crosscheck,
     doctor.doctor,
+    serve.serve,
 ):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
@@ -71,6 +76,7 @@ def start(
     # XLA writes start-up notes to stderr unless told not to; it looks once, when JAX is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     context.obj = {name: os.environ[name] for name in RELEVANT if name in os.environ}
+    context.meta["environment"] = {n: os.environ[n] for n in SECRETS if os.environ.get(n)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
-        return _fail("UsageError", error.format_message(), as_json)
+        return _fail("UsageError", _usage(error), as_json)
     except JaxinferError as error:
         return _fail(type(error).__name__, str(error), as_json)
     except BrokenPipeError:  # whoever read the output has enough; what is left must not raise again
@@ -94,6 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(type(error).__name__, str(error), as_json)
     except (typer.Abort, KeyboardInterrupt):
         return 130
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the command line; an unknown option comes with the name that is nearest."""
+    name = getattr(error, "option_name", None)
+    if name is None or not hasattr(error, "possibilities"):
+        return error.format_message()
+    names = [n for p in error.ctx.command.params for n in (*p.opts, *p.secondary_opts)]
+    near = difflib.get_close_matches(name.replace("_", "-"), names, 1)
+    hint = f"did you mean {near[0]}?" if near else f"see {error.ctx.command_path} --help"
+    return f"{name} is unknown; {hint}"
 
 
 def _fail(kind: str, message: str, as_json: bool) -> int:

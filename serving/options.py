@@ -27,6 +27,7 @@ class Flag:
         field: field of the dataclass. kind: type that the command line parses.
         name: spelling, if it is not the field's name with dashes.
         parse: from what was typed to the field's value.
+        aliases: further spellings. " /--off" is one that switches a bool off.
     """
 
     field: str
@@ -34,10 +35,18 @@ class Flag:
     help: str
     name: str | None = None
     parse: Callable[[str, Any], Any] | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def spelling(self) -> str:
         return self.name or "--" + self.field.replace("_", "-")
+
+    @property
+    def switches(self) -> tuple[list[str], list[str]]:
+        """Every spelling; those of the second list switch a bool off."""
+        parts = [text.partition("/") for text in (self.spelling, *self.aliases)]
+        on, off = [p[0].strip() for p in parts], [p[2].strip() for p in parts]
+        return [name for name in on if name], [name for name in off if name]
 
     def value(self, typed: Any) -> Any:
         return self.parse(self.spelling, typed) if self.parse else typed
@@ -64,6 +73,9 @@ READERS: dict[Any, dict[str, Any]] = {
     int: {"parser": whole, "metavar": "INTEGER"},
     float: {"parser": number, "metavar": "NUMBER"},
 }
+
+
+ALIAS = "__alias"  # ends the name of the parameter that takes a flag's aliases
 
 
 def parse_ids(name: str, text: str) -> list[int]:
@@ -132,24 +144,71 @@ SAMPLING = (
 
 ENGINE = (
     Flag("dtype", str, f"compute dtype: {', '.join(DTYPES)}"),
-    Flag("max_model_len", int, "longest prompt and output together, in tokens"),
-    Flag("page_size", int, "tokens of a cache page, a power of two"),
-    Flag("num_pages", int, "pages of the cache"),
-    Flag("memory_fraction", float, "share of the free memory that the cache may take"),
-    Flag("max_num_seqs", int, "sequences that run at once"),
-    Flag("max_num_batched_tokens", int, "most tokens that a step feeds"),
-    Flag("max_partial_prefills", int, "prompts that may be partly prefilled at once"),
-    Flag("long_prefill_threshold", int, "most tokens of one prompt in a step; 0 is no limit"),
-    Flag("policy", str, f"order of the waiting queue: {', '.join(POLICIES)}"),
+    Flag(
+        "max_model_len",
+        int,
+        "longest prompt and output together, in tokens",
+        aliases=("--context-length",),
+    ),
+    Flag("page_size", int, "tokens of a cache page, a power of two", aliases=("--block-size",)),
+    Flag("num_pages", int, "pages of the cache", aliases=("--num-gpu-blocks-override",)),
+    Flag(
+        "memory_fraction",
+        float,
+        "share of the free memory that the cache may take",
+        aliases=(
+            "--gpu-memory-utilization",
+            "--device-memory-utilization",
+            "--mem-fraction-static",
+        ),
+    ),
+    Flag("max_num_seqs", int, "sequences that run at once", aliases=("--max-running-requests",)),
+    Flag(
+        "max_num_batched_tokens",
+        int,
+        "most tokens that a step feeds",
+        aliases=("--chunked-prefill-size",),
+    ),
+    Flag(
+        "max_partial_prefills",
+        int,
+        "prompts that may be partly prefilled at once",
+        aliases=("--max-num-partial-prefills",),
+    ),
+    Flag(
+        "long_prefill_threshold",
+        int,
+        "most tokens of one prompt in a step; 0 is no limit",
+        aliases=("--long-prefill-token-threshold",),
+    ),
+    Flag(
+        "policy",
+        str,
+        f"order of the waiting queue: {', '.join(POLICIES)}",
+        aliases=("--scheduling-policy", "--schedule-policy"),
+    ),
     Flag(
         "enable_prefix_caching",
         bool,
         "reuse the pages of common prefixes",
         "--prefix-caching/--no-prefix-caching",
+        aliases=("--enable-prefix-caching/--no-enable-prefix-caching", " /--disable-radix-cache"),
     ),
-    Flag("overlap", bool, "keep one step in flight ahead of the host", "--overlap/--no-overlap"),
+    Flag(
+        "overlap",
+        bool,
+        "keep one step in flight ahead of the host",
+        "--overlap/--no-overlap",
+        aliases=("--async-scheduling/--no-async-scheduling", " /--disable-overlap-schedule"),
+    ),
     Flag("warmup", str, f"when to compile: {', '.join(WARMUPS)}"),
-    Flag("seed", int, "base of the seeds of requests that give none", "--engine-seed"),
+    Flag(
+        "seed",
+        int,
+        "base of the seeds of requests that give none",
+        "--engine-seed",
+        aliases=("--random-seed",),
+    ),
     Flag("compile_cache", str, 'folder of compiled programs; "" switches it off'),
     Flag(
         "strict_compile",
@@ -167,17 +226,18 @@ def with_options(**groups: tuple[Flag, ...]) -> Callable[[Callable[..., Any]], C
         @functools.wraps(command)
         def run(**values: Any) -> Any:
             for group, flags in groups.items():
-                typed = {f.field: (f, values.pop(f"{group}_{f.field}")) for f in flags}
+                typed = {f: _typed(f, values, f"{group}_{f.field}") for f in flags}
                 values[group] = {
-                    name: flag.value(value)
-                    for name, (flag, value) in typed.items()
+                    flag.field: flag.value(value)
+                    for flag, value in typed.items()
                     if value is not None
                 }
             return command(**values)
 
         own = inspect.signature(command, eval_str=True).parameters.values()
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in groups]
-        parameters += [_parameter(group, flag) for group, flags in groups.items() for flag in flags]
+        for group, flags in groups.items():
+            parameters += [p for flag in flags for p in _parameters(group, flag)]
         del run.__wrapped__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -186,17 +246,34 @@ def with_options(**groups: tuple[Flag, ...]) -> Callable[[Callable[..., Any]], C
     return decorate
 
 
-def _parameter(group: str, flag: Flag) -> inspect.Parameter:
-    option = typer.Option(
-        flag.spelling,
-        help=flag.help,
-        rich_help_panel=f"{group.capitalize()} options",
-        show_default=False,
-        **READERS.get(flag.kind, {}),
-    )
+def _typed(flag: Flag, values: dict[str, Any], name: str) -> Any:
+    """What was typed for a flag under any of its names; None if nothing was."""
+    value, alias = values.pop(name), values.pop(name + ALIAS, None)
+    if value is None or alias is None:
+        return alias if value is None else value
+    if isinstance(value, list):
+        return value + alias
+    names = ", ".join(sum(flag.switches, []))
+    raise InvalidRequest(f"{names} are names of one option, and two were given; give one of them")
+
+
+def _parameters(group: str, flag: Flag) -> list[inspect.Parameter]:
+    """The flag as a command's parameter; its aliases are a second one, which the help only mentions."""
+    name, also = f"{group}_{flag.field}", ""
+    if flag.aliases:
+        also = "; also " + ", ".join(alias.strip(" /") for alias in flag.aliases)
+    own = _parameter(name, flag.kind, (flag.spelling,), help=flag.help + also,
+                     rich_help_panel=f"{group.capitalize()} options")  # fmt: skip
+    if not flag.aliases:
+        return [own]
+    return [own, _parameter(name + ALIAS, flag.kind, flag.aliases, hidden=True)]
+
+
+def _parameter(name: str, kind: Any, spellings: tuple[str, ...], **more: Any) -> inspect.Parameter:
+    option = typer.Option(*spellings, show_default=False, **more, **READERS.get(kind, {}))
     return inspect.Parameter(
-        f"{group}_{flag.field}",
+        name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[flag.kind | None, option],
+        annotation=Annotated[kind | None, option],
     )

@@ -24,6 +24,7 @@ from serving.config import ServerConfig
 from serving.http_server import UVICORN_OPTIONS, build_app
 from serving.logs import RequestLog, configure_logging
 from serving.metrics import Metrics
+from serving.posture import posture
 from serving.profiler import Profiler
 from serving.service import Phase, Service
 
@@ -290,4 +291,6 @@ def run(config: ServerConfig) -> int:
     import uvloop
 
     configure_logging(config)
+    for line in posture(config):
+        log.warning("open: %s", line)
     return uvloop.run(serve(config))
