@@ -12,7 +12,7 @@ import re
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from jaxinfer.errors import InvalidRequest, check_range
 from serving.options import Flag
@@ -54,18 +54,18 @@ class TargetSettings:
             raise InvalidRequest(f"backend={self.backend!r}; choose from {', '.join(ENDPOINTS)}")
         check_range("timeout", self.timeout, 0.001, 1e6)
         check_range("temperature", self.temperature, 0, 100)
-        if self.is_grpc and (self.endpoint or self.extra_body):
-            name = "endpoint" if self.endpoint else "extra_body"
-            raise InvalidRequest(f"{name} has no meaning with --backend grpc; leave it out")
-        schemes, parts = SCHEMES[self._family], urlsplit(self.url)
-        if parts.scheme not in schemes or not parts.hostname:
+        if self.is_grpc:
+            unused = ("endpoint", "extra_body", "continuous_usage_stats")
+            _refuse_unused(self, unused, "with --backend grpc")
+        schemes = SCHEMES[self._family]
+        if "@" in self.url:
+            raise InvalidRequest("base_url holds a user name; use --api-key or --header")
+        if not _is_address(self.url, schemes):
             raise InvalidRequest(
                 f"base_url={self.base_url!r}; write {schemes[0]}://HOST:PORT for {self.backend}"
             )
-        if parts.username or parts.password:
-            raise InvalidRequest(
-                "base_url holds a user name or password; use --api-key or --header"
-            )
+        if not _is_plain(self.api_key or ""):
+            raise InvalidRequest("api_key has characters that no header may have")
 
     @property
     def is_grpc(self) -> bool:
@@ -200,11 +200,13 @@ def _refuse_unused(settings: Any, names: tuple[str, ...], when: str) -> None:
             raise InvalidRequest(f"{entry.name}={value!r} has no effect {when}; leave it out")
 
 
-def _is_address(parts: SplitResult) -> bool:
+def _is_address(url: str, schemes: tuple[str, ...]) -> bool:
     try:
-        return _HOST.fullmatch(parts.netloc) is not None and parts.port != 0
-    except ValueError:  # a port beyond 65535
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # half a bracket, or a port beyond 65535
         return False
+    return parts.scheme in schemes and port != 0 and _HOST.fullmatch(parts.netloc) is not None
 
 
 def _is_plain(value: str) -> bool:
@@ -232,43 +234,43 @@ def _body(name: str, text: str) -> dict[str, Any]:
 
 
 TARGET = (
-    Flag("base_url", str, "server  (default: http://127.0.0.1:8000; grpc://127.0.0.1:50051)"),
-    Flag("backend", str, f"protocol: {', '.join(ENDPOINTS)}  (default: openai)"),
-    Flag("endpoint", str, "path of the request  (default: the backend's)"),
-    Flag("model", str, "model to ask for  (default: the server's first)"),
+    Flag("base_url", str, "server (default: http://127.0.0.1:8000; grpc://127.0.0.1:50051)"),
+    Flag("backend", str, f"protocol: {', '.join(ENDPOINTS)} (default: openai)"),
+    Flag("endpoint", str, "path of the request (default: the backend's)"),
+    Flag("model", str, "model to ask for (default: the server's first)"),
     Flag("header", list[str], "KEY=VALUE, sent with every request; repeatable", None, _headers),
     Flag("api_key", str, "sent as a bearer token"),
-    Flag("timeout", float, "seconds that a request may take  (default: 600)"),
-    Flag("temperature", float, "0 is greedy  (default: 0)"),
+    Flag("timeout", float, "seconds that a request may take (default: 600)"),
+    Flag("temperature", float, "0 is greedy (default: 0)"),
     Flag("ignore_eos", bool, "always generate --output-len tokens", "--ignore-eos/--heed-eos"),
     Flag(
         "continuous_usage_stats",
         bool,
-        "ask an HTTP server for token counts in every chunk  (default: yes)",
+        "ask an HTTP server for token counts in every chunk (default: yes)",
         "--continuous-usage-stats/--no-continuous-usage-stats",
     ),
     Flag("extra_body", str, "JSON object added to the body of HTTP requests", None, _body),
 )
 
 TRAFFIC = (
-    Flag("request_rate", float, "arrivals a second; inf is all at once  (default: inf)"),
-    Flag("burstiness", float, "gamma shape of the gaps; 1: Poisson, inf: constant  (default: 1)"),
+    Flag("request_rate", float, "arrivals a second; inf is all at once (default: inf)"),
+    Flag("burstiness", float, "gamma shape of the gaps; 1: Poisson, inf: constant (default: 1)"),
     Flag("max_concurrency", int, "most requests in flight; with rate inf a closed loop"),
-    Flag("think_time", float, "seconds between an answer and the next turn  (default: 0)"),
-    Flag("time_scale", float, "factor on the times of a trace  (default: 1)"),
-    Flag("num_warmups", int, "unmeasured requests sent first  (default: 0)"),
+    Flag("think_time", float, "seconds between an answer and the next turn (default: 0)"),
+    Flag("time_scale", float, "factor on the times of a trace (default: 1)"),
+    Flag("num_warmups", int, "unmeasured requests sent first (default: 0)"),
 )
 
 DATA = (
-    Flag("dataset", Path, "JSONL of prompts, chats or a trace  (default: synthetic)"),
-    Flag("num_prompts", int, "conversations  (default: all of the file, or 100)"),
-    Flag("input_len", int, "synthetic prompt: tokens, or words of text  (default: 1024)"),
-    Flag("output_len", int, "most tokens to generate  (default: 128)"),
-    Flag("range_ratio", float, "lengths vary by this share, 0 to 1  (default: 0)"),
-    Flag("prefix_len", int, "length of a prefix shared by all prompts  (default: 0)"),
-    Flag("turns", int, "requests of a conversation  (default: 1)"),
-    Flag("prompt_kind", str, "ids, text or auto (ids over grpc)  (default: auto)"),
-    Flag("vocab_size", int, "ids are drawn below it  (default: the server's)"),
-    Flag("trace_block_size", int, "tokens of a trace's hash id  (default: 512)"),
-    Flag("seed", int, "seed of prompts and arrivals  (default: 0)"),
+    Flag("dataset", Path, "JSONL of prompts, chats or a trace (default: synthetic)"),
+    Flag("num_prompts", int, "conversations (default: all of the file, or 100)"),
+    Flag("input_len", int, "synthetic prompt: tokens, or words of text (default: 1024)"),
+    Flag("output_len", int, "most tokens to generate (default: 128)"),
+    Flag("range_ratio", float, "lengths vary by this share, 0 to 1 (default: 0)"),
+    Flag("prefix_len", int, "length of a prefix shared by all prompts (default: 0)"),
+    Flag("turns", int, "requests of a conversation (default: 1)"),
+    Flag("prompt_kind", str, "ids, text or auto (ids over grpc) (default: auto)"),
+    Flag("vocab_size", int, "ids are drawn below it (default: the server's)"),
+    Flag("trace_block_size", int, "tokens of a trace's hash id (default: 512)"),
+    Flag("seed", int, "seed of prompts and arrivals (default: 0)"),
 )

@@ -196,7 +196,7 @@ def serve(
         list[str] | None,
         typer.Option(help="limits in ms, as in ttft:500 tpot:50 e2el:5000: requests within all"),
     ] = None,
-    limits: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    limits: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="LIMIT")] = None,
     output: Annotated[
         Path | None, typer.Option(help="write the results and each request as JSON; file or folder")
     ] = None,
