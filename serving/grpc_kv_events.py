@@ -89,7 +89,7 @@ class _Stream:
         self.seq: int | None = None  # of the last batch; heartbeats repeat it
         self._dp_rank = dp_rank
         self._event_id = self._sample = self._unchanged = 0
-        self._record: pb.EngineLoad | None = None  # as the source gave it
+        self._record: pb.EngineLoad | None = None  # the last one sent
         self._sent = time.monotonic()
 
     def batch(self, batch: KvBatch) -> pb.KvEventBatch:
@@ -155,7 +155,7 @@ class _Stream:
                     out.ClearField(field.name)  # pyright: ignore[reportArgumentType]
         self._sample += 1
         out.sample, out.load_only = self._sample, load_only
-        self._record, self._sent = record, time.monotonic()
+        self._record, self._sent = out, time.monotonic()
 
     def _event(self, event: Event, event_id: int) -> pb.KvCacheEvent:
         match event:
