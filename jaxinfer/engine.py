@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxinfer.cache.events import Event
+from jaxinfer.cache.tree import NodeView
 from jaxinfer.config import engine_config
 from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable
 from jaxinfer.inputs import default_sampling_params
@@ -166,6 +167,10 @@ class Engine:
     def alive(self) -> bool:
         """Whether the engine thread runs: it ends on close, or if not even a reset worked."""
         return self._thread.is_alive()
+
+    async def prefix_tree(self, limit: int = 1000) -> list[NodeView]:
+        """The top of the prefix tree, at most `limit` nodes; empty once the engine is closed."""
+        return await self._ask(lambda: self.core.scheduler.prefix_tree(limit)) or []
 
     def silence(self) -> float:
         """Seconds since the engine thread last began a round; 0.0 while it has nothing to do."""

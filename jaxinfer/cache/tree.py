@@ -13,8 +13,9 @@ its tokens may be gone, so a hit may be shorter than told, never longer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from jaxinfer.cache.events import (
@@ -58,6 +59,14 @@ class Match(NamedTuple):
     pages: tuple[list[int], ...]
     base: tuple[int, ...]
     node: Node | None
+
+
+class NodeView(NamedTuple):
+    """One node as shown to people: no tokens. `parent` is its place in the list, -1 for a namespace."""
+
+    parent: int
+    children: int
+    in_use: bool  # a sequence holds a page of it
 
 
 class Held:
@@ -258,6 +267,21 @@ class PrefixTree:
                 self.give_back(kind, mine)
                 held.pages[kind][place] = theirs
                 rewritten.append((kind, index))
+
+    def top(self, limit: int) -> list[NodeView]:
+        """At most `limit` nodes, those near the roots first; visits no more than these."""
+        queue = deque((root, -1) for root in islice(self._roots.values(), limit))
+        views: list[NodeView] = []
+        while queue:
+            node, parent = queue.popleft()
+            used = any(
+                p and pool.refs[p] > 1 for p, pool in zip(node.pages, self.pools, strict=True)
+            )
+            views.append(NodeView(parent, len(node.children), used))
+            room = max(0, limit - len(views) - len(queue))
+            place = len(views) - 1
+            queue.extend((child, place) for child in islice(node.children.values(), room))
+        return views
 
     # -- eviction ------------------------------------------------------------------------------
 

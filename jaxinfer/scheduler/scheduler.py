@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxinfer.cache import CacheSpec, Held
 from jaxinfer.cache.events import Listener
+from jaxinfer.cache.tree import NodeView
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.layout import RecordLayout, RowField
@@ -352,6 +353,10 @@ class Scheduler:
     def set_kv_listener(self, listener: Listener | None) -> None:
         """Tell which pages can be reused: what is stored now, then every change."""
         self._pages.tree.set_listener(listener)
+
+    def prefix_tree(self, limit: int) -> list[NodeView]:
+        """The top of the prefix tree, see PrefixTree.top."""
+        return self._pages.tree.top(limit)
 
     def stats(self) -> SchedulerStats:
         tree = self._pages.tree
