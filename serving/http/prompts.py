@@ -1,0 +1,65 @@
+"""Prompts of the HTTP routes where they ask for more than Service.prompt gives: truncation.
+
+Text work runs in the service's threads. Called by completions, chat and the token routes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.inputs import Prompt
+from serving.errors import BadField
+from serving.http.schemas import ChatFields
+from serving.service import MAX_TOKEN_CHARS, Service
+
+
+async def text_prompt(
+    service: Service, value: str | list[int], add_special_tokens: bool, truncate: int | None
+) -> Prompt:
+    """A prompt of text or token ids.
+
+    Args:
+        truncate: keep this many tokens at the end; -1: as many as the model's length. None: all.
+    """
+    if truncate is None:
+        return await service.prompt(value, add_special_tokens)
+    if isinstance(value, str):
+        value = await encode(service, value, add_special_tokens)
+    room = service.engine.core.max_model_len
+    return await service.prompt(value[-room if truncate == -1 else -truncate :])
+
+
+async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text that may be longer than the model's length, within bounds."""
+    longest = service.engine.core.max_model_len * MAX_TOKEN_CHARS
+    if len(text) > longest:
+        raise BadField(
+            "prompt", f"prompt has {len(text)} characters; at most {longest} are allowed"
+        )
+    return await service.in_thread(service.tokenizer.encode, text, add_special_tokens)
+
+
+async def chat_prompt(
+    service: Service,
+    body: ChatFields,
+    *,
+    tools: list[dict[str, Any]] | None,
+    template_kwargs: dict[str, Any],
+    truncate: int | None = None,
+) -> Prompt:
+    """The prompt of a conversation."""
+    continues = bool(body.continue_final_message)
+    opens = body.add_generation_prompt
+    prompt = await service.chat_prompt(
+        body.messages,
+        tools or None,
+        add_generation_prompt=not continues if opens is None else opens,
+        continue_final_message=continues,
+        add_special_tokens=bool(body.add_special_tokens),
+        template_kwargs=template_kwargs,
+    )
+    return (
+        prompt
+        if truncate is None
+        else await text_prompt(service, list(prompt.token_ids), False, truncate)
+    )
