@@ -1,0 +1,157 @@
+"""What stands before every RPC: reads the message, checks the key, turns exceptions into status codes.
+
+Nothing leaves the server as UNKNOWN, and no text that was not written for clients. Called by grpc_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from jaxinfer.errors import InvalidRequest
+from serving.errors import Unauthenticated, message, wire
+from serving.service import Service
+
+log = logging.getLogger("jaxinfer.grpc")
+
+HEALTH = "/grpc.health.v1.Health/"
+MAX_DETAILS = 1000  # characters; clients refuse trailers beyond some KiB
+
+Context = grpc.aio.ServicerContext
+
+
+def status(error: BaseException) -> grpc.StatusCode:
+    """The code that clients get for an exception."""
+    return grpc.StatusCode[wire(error).grpc]
+
+
+async def refuse(context: Context, error: Exception) -> None:
+    """End an RPC with what the client may know of `error`; its `trailers` go along. Always raises."""
+    code = status(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("an RPC failed", exc_info=error)
+    trailers = getattr(error, "trailers", ())
+    await context.abort(code, message(error)[:MAX_DETAILS], trailers)
+
+
+class Keys:
+    """Bearer tokens, kept as digests."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def has(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether `authorization: Bearer KEY` names one of them; takes as long for any wrong key."""
+        value = next((v for k, v in metadata if k == "authorization"), "")
+        scheme, _, key = str(value).partition(" ")
+        digest = hashlib.sha256(key.strip().encode(errors="surrogateescape")).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(found) and scheme.lower() == "bearer"
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """The interceptor.
+
+    Args:
+        admin: full method names that need an admin key, if there are any.
+    """
+
+    def __init__(self, service: Service, admin: Collection[str]) -> None:
+        self._service = service
+        self._admin_methods = frozenset(admin)
+        self._admin = Keys(service.config.admin_api_keys)
+        self._any = Keys((*service.config.api_keys, *service.config.admin_api_keys))
+        self._open = not service.config.api_keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # an unknown method: grpc answers UNIMPLEMENTED
+        method = handler_call_details.method
+        metadata = handler_call_details.invocation_metadata or ()
+        refusal = None
+        if not self._allowed(method, metadata):
+            refusal = Unauthenticated(
+                "no valid key; send the metadata `authorization: Bearer KEY` with one of the server's"
+            )
+        return _guarded(self._service, handler, refusal)
+
+    def _allowed(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        if method.startswith(HEALTH):
+            return True
+        if self._admin and method in self._admin_methods:
+            return self._admin.has(metadata)
+        return self._open or self._any.has(metadata)
+
+
+def _guarded(
+    service: Service, handler: grpc.RpcMethodHandler, refusal: Unauthenticated | None
+) -> grpc.RpcMethodHandler:
+    """`handler` on raw messages, behind `refusal` if there is one."""
+    h: Any = handler  # the stubs of grpc leave the attributes out
+
+    def read(raw: bytes) -> Any:
+        try:
+            return h.request_deserializer(raw)
+        except DecodeError:
+            raise InvalidRequest("the message is no valid protobuf message of this RPC") from None
+
+    async def requests(raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raws:
+            yield read(raw)
+
+    async def check(context: Context, step: Callable[[], Any]) -> Any:
+        """What `step` gives; its refusals are counted here, those of the handlers by themselves."""
+        try:
+            if refusal is not None:
+                raise refusal
+            return step()
+        except (Unauthenticated, InvalidRequest) as error:
+            service.reject(error)
+            await refuse(context, error)
+
+    async def unary(raw: bytes, context: Context) -> Any:
+        request = await check(context, lambda: read(raw))
+        try:
+            return await h.unary_unary(request, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await refuse(context, error)
+
+    async def stream(raw: Any, context: Context) -> None:
+        many = h.request_streaming
+        request = await check(context, lambda: requests(raw) if many else read(raw))
+        behavior = h.stream_stream if many else h.unary_stream
+        try:
+            async with aclosing(behavior(request, context)) as replies:
+                async for reply in replies:
+                    await context.write(reply)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await refuse(context, error)
+
+    if not h.response_streaming:
+        return grpc.unary_unary_rpc_method_handler(unary, None, h.response_serializer)
+    kind = (
+        grpc.stream_stream_rpc_method_handler
+        if h.request_streaming
+        else grpc.unary_stream_rpc_method_handler
+    )
+    return kind(stream, None, h.response_serializer)
