@@ -1,0 +1,69 @@
+"""What /v1/responses and /v1/messages share: both are dialects of chat completions.
+
+A dialect refuses what it cannot honour, translates a request to a chat body, and tells the answer
+as a sequence of items, while a MessageDelta has a field for each kind. Pure: knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from serving.errors import BadField
+from serving.http.errors import UnsupportedField
+from serving.parsers.messages import MessageDelta, ToolCallDelta
+
+type Segment = tuple[Literal["reasoning", "content"], str] | ToolCallDelta
+type Event = dict[str, Any]
+
+
+def segments(delta: MessageDelta, open_call: int = -1) -> Iterator[Segment]:
+    """The parts of a delta in the order in which the model wrote them.
+
+    Reasoning, the rest of the open call (its index; -1: none is open), content, further calls. Right
+    for what one character made certain.
+    """
+    if delta.reasoning:
+        yield "reasoning", delta.reasoning
+    yield from (piece for piece in delta.tool_calls if piece.index == open_call)
+    if delta.content:
+        yield "content", delta.content
+    yield from (piece for piece in delta.tool_calls if piece.index != open_call)
+
+
+def refuse(given: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]], where: str = "") -> None:
+    """Refuse the fields in `neutral` unless they are null or have a value that asks for nothing."""
+    for name, allowed in neutral.items():
+        value = given.get(name)
+        if value is None or any(type(value) is type(a) and value == a for a in allowed):
+            continue
+        hint = f"; allowed: {allowed[0]!r}" if allowed else "; leave it out"
+        text = f"{where}{name}={value!r:.100} is not supported by this server{hint}"
+        raise UnsupportedField(f"{where}{name}", text)
+
+
+def string(where: str, value: object) -> str:
+    """`value`, if it is a string. Raises BadField."""
+    if not isinstance(value, str):
+        raise BadField(where, f"{where} must be a string")
+    return value
+
+
+def objects(where: str, value: object) -> list[Mapping[str, Any]]:
+    """`value`, if it is a list of objects. Raises BadField."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise BadField(where, f"{where} must be a string or a list of objects")
+    return value
+
+
+def chat_content(texts: Sequence[str]) -> Any:
+    """Content as chat completions have it: text parts; one part alone is its text."""
+    if len(texts) <= 1:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def unknown_type(where: str, value: object, allowed: str) -> UnsupportedField:
+    """The error for an item, part or block of a kind that this server does not take."""
+    text = f"{where}.type={value!r:.100} is not supported by this server; allowed: {allowed}"
+    return UnsupportedField(f"{where}.type", text)

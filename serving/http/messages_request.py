@@ -1,0 +1,265 @@
+"""`/v1/messages` requests: the schema, and their translation to a chat completions body.
+
+Pure: knows neither the engine nor the wire. Must never accept a field that it does not honour.
+Called by messages.py; the chat pipeline gets what to_chat returns, as if a client had sent it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from serving.errors import BadField
+from serving.http.dialects import chat_content, objects, refuse, string, unknown_type
+from serving.http.fields import MAX_INT, Fields, SamplingFields
+from serving.http.schemas import Messages, Name, Priority
+
+# Handed on to chat completions as they are, with those of SamplingFields.
+SHARED = ("model", "priority", "cache_salt", "chat_template_kwargs")
+# Fields of the API that cannot be honoured -> values that ask for nothing, besides null.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": ({},),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "n": (1,),
+    "output_config": ({},),
+    "output_format": (),
+    "prompt_logprobs": (),
+    "service_tier": ("auto", "standard_only"),
+}
+TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+class CountTokensRequest(Fields):
+    """POST /v1/messages/count_tokens: all that decides about the prompt."""
+
+    messages: Messages
+    model: Name | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def warnings(self) -> list[str]:
+        return [name for name in super().warnings() if name not in NEUTRAL]
+
+
+class MessagesRequest(CountTokensRequest, SamplingFields):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Priority | None = None
+
+
+def to_chat(request: CountTokensRequest) -> dict[str, Any]:
+    """The chat completions body that asks for the same. Raises BadField for what can't be honoured."""
+    given = request.model_dump(exclude_none=True)
+    refuse(given, NEUTRAL)
+    body: dict[str, Any] = {
+        name: given[name] for name in (*SHARED, *SamplingFields.model_fields) if name in given
+    }
+    body["messages"] = _system(request.system) + chat_messages(request.messages)
+    if _prefilled(body["messages"]):
+        body |= {"add_generation_prompt": False, "continue_final_message": True}
+    if isinstance(request, MessagesRequest):
+        body["max_completion_tokens"] = request.max_tokens
+        if request.stop_sequences:
+            if "stop" in body:
+                raise BadField("stop", "stop and stop_sequences are the same; give one of them")
+            body["stop"] = request.stop_sequences
+        if (user := (request.metadata or {}).get("user_id")) is not None:
+            if not isinstance(user, str):
+                raise BadField("metadata.user_id", "metadata.user_id must be a string")
+            body["user"] = user
+    if request.tools:
+        body["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
+    if request.tool_choice is not None:
+        body |= _tool_choice(request.tool_choice)
+    if request.thinking is not None:
+        thinks = _thinking(request.thinking)
+        body["chat_template_kwargs"] = {
+            "enable_thinking": thinks, **body.get("chat_template_kwargs", {})
+        }  # fmt: skip
+    return body
+
+
+# --- fields -----------------------------------------------------------------------------------
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"tools[{index}]"
+    if tool.get("type", "custom") != "custom":
+        raise unknown_type(where, tool["type"], "'custom', with an input_schema")
+    if not isinstance(tool.get("input_schema"), Mapping):
+        raise BadField(f"{where}.input_schema", f"{where}.input_schema must be a JSON schema")
+    function = {"name": string(f"{where}.name", tool.get("name"))}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    body: dict[str, Any] = {}
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    elif isinstance(kind, str) and kind in TOOL_CHOICES:
+        body["tool_choice"] = TOOL_CHOICES[kind]
+    else:
+        raise BadField(
+            "tool_choice",
+            f"tool_choice={dict(choice)!r:.100} is unknown; its type is auto, none, any or tool",
+        )
+    alone = choice.get("disable_parallel_tool_use")
+    if alone is not None and not isinstance(alone, bool):
+        raise BadField(
+            "tool_choice.disable_parallel_tool_use",
+            "tool_choice.disable_parallel_tool_use must be true or false",
+        )
+    return body | ({"parallel_tool_calls": False} if alone else {})
+
+
+def _thinking(thinking: Mapping[str, Any]) -> bool:
+    """Whether to think. budget_tokens is a target by its definition: max_tokens is the limit."""
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise BadField(
+            "thinking.type",
+            f"thinking.type={kind!r:.100} is unknown; allowed are enabled, adaptive and disabled",
+        )
+    if kind == "enabled" and (type(budget) is not int or budget < 1):
+        raise BadField(
+            "thinking.budget_tokens",
+            f"thinking.budget_tokens={budget!r:.100} must be an integer above 0",
+        )
+    return kind != "disabled"
+
+
+# --- messages ---------------------------------------------------------------------------------
+
+
+def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    if not system:
+        return []
+    return [{"role": "system", "content": _content("system", system)}]
+
+
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages of `messages`. A tool result becomes a message of its own, in its place."""
+    out: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        at, role = f"messages[{i}]", message.get("role")
+        if role == "user":
+            out += _user(f"{at}.content", message.get("content"))
+        elif role == "assistant":
+            out.append(_assistant(f"{at}.content", message.get("content")))
+        else:
+            raise BadField(
+                f"{at}.role",
+                f"{at}.role={role!r:.100} is unknown; allowed are 'user' and 'assistant' "
+                "(the system prompt is the field system)",
+            )
+    return out
+
+
+def _user(where: str, content: object) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    out: list[dict[str, Any]] = []
+    texts: list[str] = []
+    blocks = objects(where, content)
+    for i, block in enumerate(blocks):
+        at = f"{where}[{i}]"
+        if block.get("type") == "tool_result":
+            if texts:
+                out.append({"role": "user", "content": chat_content(texts)})
+                texts = []
+            out.append(_tool_result(at, block))
+        else:
+            texts.append(_text(at, block, "text or tool_result"))
+    if texts or not blocks:
+        out.append({"role": "user", "content": chat_content(texts)})
+    return out
+
+
+def _tool_result(at: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    call = string(f"{at}.tool_use_id", block.get("tool_use_id"))
+    content = block.get("content")
+    text = "" if content is None else _content(f"{at}.content", content)
+    return {"role": "tool", "tool_call_id": call, "content": text}
+
+
+def _assistant(where: str, content: object) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    if isinstance(content, str):
+        return message | {"content": content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(objects(where, content)):
+        at = f"{where}[{i}]"
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(string(f"{at}.thinking", block.get("thinking")))
+        elif kind == "tool_use":
+            calls.append(_tool_use(at, block))
+        elif kind != "redacted_thinking":  # which says nothing
+            texts.append(_text(at, block, "text, tool_use or thinking"))
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message | ({"content": chat_content(texts)} if texts or not calls else {})
+
+
+def _tool_use(at: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(block.get("input"), Mapping):
+        raise BadField(f"{at}.input", f"{at}.input must be an object")
+    function = {
+        "name": string(f"{at}.name", block.get("name")),
+        "arguments": json.dumps(block["input"]),
+    }
+    return {"id": string(f"{at}.id", block.get("id")), "type": "function", "function": function}
+
+
+def _prefilled(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is an assistant's text, which the model shall continue."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if "tool_calls" in last:
+        raise BadField(
+            "messages", "messages ends with a tool_use block; its tool_result must follow"
+        )
+    content = last["content"]
+    text = content if isinstance(content, str) else content[-1]["text"]
+    if not text or text != text.rstrip():
+        raise BadField(
+            "messages",
+            "messages: the last assistant text must not be empty or end with white space",
+        )
+    return True
+
+
+def _content(where: str, content: object) -> Any:
+    """A string, or text parts as chat completions have them; one part alone is its text."""
+    if isinstance(content, str):
+        return content
+    return chat_content(
+        [_text(f"{where}[{i}]", b, "text") for i, b in enumerate(objects(where, content))]
+    )
+
+
+def _text(at: str, block: Mapping[str, Any], allowed: str) -> str:
+    if block.get("type") != "text":
+        raise unknown_type(at, block.get("type"), allowed)
+    return string(f"{at}.text", block.get("text"))
