@@ -1,7 +1,7 @@
 """`jaxinfer chat`: a conversation with streamed answers. Ctrl-C stops the answer, not the conversation.
 
-Reads lines from a terminal or from a pipe; with --json prints one JSON object a line and answer.
-Called by cli.py.
+Reads lines from a terminal or from a pipe; with --json prints one JSON object a line and answer. With
+--server no model is loaded. Called by cli.py.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import aclosing, closing
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
 
 import typer
 
 from jaxinfer.errors import InvalidRequest, JaxinferError
-from jaxinfer.types import RequestOutput, SamplingParams
-from serving.commands.generate import AsJson, Model, TemplateFile, read_text
+from jaxinfer.types import SamplingParams
+from serving.commands.generate import AsJson, TemplateFile, read_text
 from serving.options import ENGINE, SAMPLING, with_options
+from serving.speakers import EngineSpeaker, GrpcSpeaker, HttpSpeaker, Reply, Speaker
 
-if TYPE_CHECKING:
-    from jaxinfer.engine import Engine
-    from jaxinfer.text.chat import ChatTemplate
-
-DEFAULT_MAX_TOKENS = 512  # or what is left of the context, if that is less
 # One answer, as text: these have no meaning here.
 _NOT_HERE = {"n", "best_of", "logprobs", "prompt_logprobs", "detokenize"}
 CHAT_SAMPLING = tuple(flag for flag in SAMPLING if flag.field not in _NOT_HERE)
@@ -33,17 +29,63 @@ HELP = "/reset forgets the conversation, /system TEXT sets the system message, /
 
 @with_options(sampling=CHAT_SAMPLING, engine=ENGINE)
 def chat(
-    model: Model,
+    context: typer.Context,
     sampling: dict[str, Any],
     engine: dict[str, Any],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="as for generate; with --server one that it serves"),
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="talk with this server: http(s)://... or grpc(s)://...")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="bearer token for --server; or JAXINFER_API_KEY")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     chat_template: TemplateFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk with a model."""
+    """Talk with a model, here or on a server."""
     SamplingParams(**sampling)  # wrong values are refused before the model is loaded
     source = None if chat_template is None else read_text("--chat-template", chat_template)
+    if server is not None:
+        if engine:
+            flags = ", ".join(f.spelling for f in ENGINE if f.field in engine)
+            raise InvalidRequest(f"{flags} is for a model here; the server has its own")
+        key = api_key or context.meta["environment"].get("JAXINFER_API_KEY")
+        speaker = _remote(server, key, model, source, sampling)
+        _Conversation(speaker, as_json, system).run()
+        return
+    if api_key is not None:
+        raise InvalidRequest("--api-key is for --server; give both or neither")
+    if model is None:
+        raise InvalidRequest("--model or --server is missing; give one of them")
+    _talk_here(model, engine, source, sampling, as_json, system)
 
+
+def _remote(
+    url: str, key: str | None, model: str | None, source: str | None, sampling: dict[str, Any]
+) -> Speaker:
+    if url.startswith(("http://", "https://")):
+        if source is not None:
+            raise InvalidRequest("--chat-template is not sent to a server; it has its own")
+        return HttpSpeaker(url, key, model, sampling)
+    if url.startswith(("grpc://", "grpcs://")):
+        if model is not None:
+            raise InvalidRequest(f"--model={model!r} is not sent over gRPC: it serves one model")
+        return GrpcSpeaker(url, key, source, sampling)
+    raise InvalidRequest(f"--server={url!r} must be http(s)://HOST:PORT or grpc(s)://HOST:PORT")
+
+
+def _talk_here(
+    model: str,
+    engine: dict[str, Any],
+    source: str | None,
+    sampling: dict[str, Any],
+    as_json: bool,
+    system: str | None,
+) -> None:
     from jaxinfer.engine import Engine
     from jaxinfer.inputs import default_sampling_params
     from jaxinfer.loading import chat_template as make_template
@@ -57,14 +99,12 @@ def chat(
             )
         params = default_sampling_params(loaded.generation_config)
         params = replace(params, **({"max_tokens": None} | sampling))
-        _Conversation(running, template, params, as_json, system).run()
+        _Conversation(EngineSpeaker(running, template, params), as_json, system).run()
 
 
 @dataclass(slots=True)
 class _Conversation:
-    engine: Engine
-    template: ChatTemplate
-    params: SamplingParams
+    speaker: Speaker
     as_json: bool
     system: str | None
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -89,7 +129,7 @@ class _Conversation:
     def _turn(self, text: str) -> None:
         """One question and its answer; an error or Ctrl-C ends the answer only."""
         self.turns.append({"role": "user", "content": text})
-        seen: list[RequestOutput] = []
+        seen: list[Reply] = []
         try:
             asyncio.run(self._answer(seen))
         except KeyboardInterrupt:
@@ -98,29 +138,26 @@ class _Conversation:
             self.turns.pop()
             self._print_error(error)
             return
-        answer = seen[-1].outputs[0].text if seen else ""
+        answer = seen[-1].content if seen else ""
         self.turns.append({"role": "assistant", "content": answer})
         if self.as_json and seen:
             print(json.dumps(_turn_json(seen[-1]), ensure_ascii=False, allow_nan=False), flush=True)
 
-    async def _answer(self, seen: list[RequestOutput]) -> None:
+    async def _answer(self, seen: list[Reply]) -> None:
         head = [{"role": "system", "content": self.system}] if self.system else []
-        text = self.template.render([*head, *self.turns], add_generation_prompt=True)
-        ids = list(self.engine.inputs.prompt(text, add_special_tokens=False).token_ids)
-        params, shown = self.params, 0
-        room = self.engine.core.max_model_len - len(ids)
-        if params.max_tokens is None and room > DEFAULT_MAX_TOKENS:
-            params = replace(params, max_tokens=DEFAULT_MAX_TOKENS)
-        async for output in self.engine.generate(ids, params):
-            seen[:] = [output]
-            answer = output.outputs[0].text
-            if not self.as_json:
-                print(answer[shown:], end="", flush=True)
-            shown = len(answer)
+        last = Reply()
+        async with aclosing(self.speaker.reply([*head, *self.turns])) as replies:
+            async for reply in replies:
+                seen[:] = [reply]
+                if not self.as_json:  # reasoning is no part of the answer
+                    thought = reply.reasoning[len(last.reasoning) :]
+                    print(thought, end="", flush=True, file=sys.stderr)
+                    print(reply.content[len(last.content) :], end="", flush=True)
+                last = reply
         if not self.as_json:
             print()
-        if seen and seen[-1].error is not None:
-            print(f"jaxinfer: {seen[-1].error}", file=sys.stderr)
+        if last.error is not None:
+            print(f"jaxinfer: {last.error}", file=sys.stderr)
 
     def _print_error(self, error: JaxinferError) -> None:
         if self.as_json:
@@ -130,17 +167,9 @@ class _Conversation:
             print(f"jaxinfer: {error}", file=sys.stderr)
 
 
-def _turn_json(output: RequestOutput) -> dict[str, Any]:
-    answer = output.outputs[0]
-    return {
-        "role": "assistant",
-        "content": answer.text,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": len(answer.token_ids),
-        "cached_tokens": output.num_cached_tokens,
-    }
+def _turn_json(reply: Reply) -> dict[str, Any]:
+    value = {"role": "assistant", **asdict(reply)}
+    return {k: v for k, v in value.items() if k not in ("reasoning", "error") or v}
 
 
 def _read_line() -> str | None:
