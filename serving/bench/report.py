@@ -120,7 +120,7 @@ def print_tables(console: Console, session: Session, results: dict[str, Any]) ->
     from rich.table import Table
 
     table = Table(title=f"{escape(session.server.model)}: latency, ms")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     heads = ("mean", *(f"p{q}" for q in PERCENTILES), "min", "max")
     for head in heads:
         table.add_column(head, justify="right")
