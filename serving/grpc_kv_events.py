@@ -8,7 +8,7 @@ carries the load, and so do batches without events while the cache rests. Called
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -38,7 +38,7 @@ async def subscribe_kv_events(
     context: grpc.aio.ServicerContext[Any, Any],
     load: Load | None = None,
     dp_rank: int = 0,
-) -> AsyncIterator[pb.KvEventBatch]:
+) -> AsyncGenerator[pb.KvEventBatch]:
     """Stream batches until the client leaves or the hub is closed.
 
     load: the engine's load now (None: not known yet), called in the event loop ten times a second and
