@@ -20,35 +20,42 @@ type Grammar = Callable[[Output], Wait[None]]
 
 
 class Edge:
-    """Drops `lead` characters at the start of a text and holds `hold` characters at its end."""
+    """Drops `lead` characters at the start of a text and holds `hold` characters at its end.
+
+    What is held is dropped if a marker follows, or if nothing but it came after a marker.
+    """
 
     def __init__(self, emit: Callable[[str], object], lead: str = "", hold: str = "") -> None:
-        self.lead = lead
-        self._emit, self._hold = emit, hold
+        self._emit, self._lead, self._hold = emit, lead, hold
         self._held: list[str] = []
+        self._started = False  # something was emitted
+        self._bare = False  # nothing was emitted since the last marker
 
     def feed(self, text: str) -> None:
-        if self.lead:
-            text = text.lstrip(self.lead)
+        if self._lead:
+            text = text.lstrip(self._lead)
         if not text:
             return
-        self.lead = ""
+        self._lead = ""
         body = text.rstrip(self._hold) if self._hold else text
         if body:
-            self.release()
-            self._emit(body)
+            self._emit("".join((*self._held, body)))
+            self._held.clear()
+            self._started, self._bare = True, False
         if len(body) < len(text):
             self._held.append(text[len(body) :])
 
-    def release(self) -> None:
-        held, self._held = "".join(self._held), []
-        if held:
-            self._emit(held)
+    def marker(self, lead: str) -> None:
+        """A marker is here: a text that starts after it loses its `lead` characters."""
+        self._held.clear()
+        self._lead = "" if self._started else lead
+        self._bare = True
 
-    def restart(self, lead: str) -> None:
-        """Drop what is held: it was followed by a marker. What comes next loses its `lead`."""
-        self._held = []
-        self.lead = lead
+    def end(self) -> None:
+        """The output is over."""
+        if self._held and not self._bare:
+            self._emit("".join(self._held))
+        self._held.clear()
 
 
 class Output(Scanner):
@@ -57,7 +64,7 @@ class Output(Scanner):
     Args:
         special: markers of the grammar that are special tokens: never part of a text.
         parallel: False: only the first tool call is reported, later ones are dropped.
-        trim: hold white space at the end of content: it is dropped if a tool call follows.
+        trim: hold white space at the end of content: it is dropped next to tool calls.
     """
 
     def __init__(self, special: frozenset[str], parallel: bool, trim: bool) -> None:
@@ -93,7 +100,7 @@ class Output(Scanner):
     def begin_call(self, name: str, id: str | None = None) -> None:
         """From here on it is a tool call, whatever follows."""
         self.tape = None
-        self.content_edge.restart(WHITE)
+        self.content_edge.marker(WHITE)
         self.calls += 1
         if self._reported():
             self._pieces[self.calls - 1] = (id or self.new_id(), name, [])
@@ -165,8 +172,8 @@ class OutputParser:
         self._out.final = True
         next(self._run, None)
         self._out.settle()
-        self._out.reason_edge.release()
-        self._out.content_edge.release()
+        self._out.reason_edge.end()
+        self._out.content_edge.end()
         delta = self._out.collect()
         delta.truncated_reasoning = self._out.truncated_reasoning
         return delta
@@ -232,7 +239,7 @@ class ToolFormat:
                     due = set(self.closers)
             elif marker in due:
                 due.discard(marker)
-                out.content_edge.restart(WHITE)
+                out.content_edge.marker(WHITE)
             elif marker not in out.special:
                 out.content(marker)
 

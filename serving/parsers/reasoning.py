@@ -43,7 +43,7 @@ def think(opened: bool, answer: Grammar) -> Grammar:
             yield from _reasoning(out)
         elif (yield from out.expect(CLOSE)):
             out.forget()
-            out.content_edge.restart(LINE_BREAKS)
+            out.content_edge.marker(LINE_BREAKS)
         out.settle()
         yield from answer(out)
 
@@ -66,6 +66,6 @@ def _reasoning(out: Output) -> Wait[None]:
         out.truncated_reasoning = some
         return
     out.take(len(CLOSE))
-    out.reason_edge.restart("")
+    out.reason_edge.marker("")
     out.in_reasoning = False
-    out.content_edge.restart(LINE_BREAKS)
+    out.content_edge.marker(LINE_BREAKS)

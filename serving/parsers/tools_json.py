@@ -115,12 +115,14 @@ class CallObject:
                 return False
             value: list[str] = []
             sink = value.append
-            if key in ARGUMENTS and name and held is None and (yield from out.peek()) == "{":
-                out.begin_call(name)
+            first = yield from out.peek()
+            streamed = key in ARGUMENTS and bool(name) and held is None and first == "{"
+            if streamed:
+                out.begin_call(name or "")
                 sink = out.arguments
             if not (yield from json_value(out, self._structure, sink)):
                 return False
-            if out.calls > before and sink == out.arguments:
+            if streamed:
                 out.mark()  # what spoils the rest of the object is content
             if key == "name" and name is None:
                 name = _decode("".join(value)) if value and value[0] == '"' else None
