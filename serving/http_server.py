@@ -10,32 +10,28 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from serving.config import ServerConfig
-from serving.http import completions, info
+from serving.http import admin, chat, completions, generate, info, tokens
 from serving.http.auth import guard
 from serving.http.errors import HANDLERS
+from serving.http.openapi import openapi_route
+from serving.http.protocol import BoundedHttp
 from serving.service import Service
 
-KEEP_ALIVE = 5  # seconds
+UVICORN_OPTIONS: dict[str, Any] = {  # bounds on what a connection costs; server.py has the rest
+    "http": BoundedHttp,
+    "timeout_keep_alive": 5,
+    "ws": "none",
+    "server_header": False,
+    "proxy_headers": False,
+}
+APIS = (completions, chat, tokens, generate, info)
 
 
 def build_app(service: Service) -> Starlette:
     """The app for a service; `app.state.service` is the service."""
-    routes = [*completions.ROUTES, *info.ROUTES]
-    app = Starlette(routes=guard(routes, [], service.config), exception_handlers=HANDLERS)
+    routes = [route for api in APIS for route in api.ROUTES]
+    routes.append(openapi_route(routes))
+    app = Starlette(routes=guard(routes, admin.ROUTES, service.config), exception_handlers=HANDLERS)
     app.router.redirect_slashes = False  # one path is one route
     app.state.service = service
     return app
-
-
-def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
-    """Settings of uvicorn.Config that bound what a connection may cost."""
-    return {
-        "limit_concurrency": config.limits.connections,
-        "timeout_keep_alive": KEEP_ALIVE,
-        "lifespan": "off",
-        "ws": "none",
-        "server_header": False,
-        "proxy_headers": False,
-        "access_log": False,
-    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,21 @@ _QUOTED = 100  # characters of a client's value in a message
 
 async def read_model[M: BaseModel](request: Request, model: type[M]) -> M:
     """The request's JSON body as a `model`. Raises BadField or TooLarge."""
+    return await _read(request, lambda value: validate(value, model))
+
+
+async def read_body_json(request: Request) -> Any:
+    """The request's JSON body, for routes that take one of several models."""
+    return await _read(request, lambda value: value)
+
+
+async def _read[T](request: Request, take: Callable[[Any], T]) -> T:
     service: Service = request.app.state.service
-    raw = await read_body(request, service.config.limits)
-    depth = service.config.limits.json_depth
+    limits = service.config.limits
+    raw = await read_body(request, limits)
     if len(raw) > IN_THREAD:
-        return await service.in_thread(_parse, raw, depth, model)
-    return _parse(raw, depth, model)
+        return await service.in_thread(lambda: take(parse_json(raw, limits.json_depth)))
+    return take(parse_json(raw, limits.json_depth))
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -102,10 +112,6 @@ def field_path(location: tuple[int | str, ...]) -> str:
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{str(part)[:_QUOTED]}"
     return path.lstrip(".") or "body"
-
-
-def _parse[M: BaseModel](raw: bytes, max_depth: int, model: type[M]) -> M:
-    return validate(parse_json(raw, max_depth), model)
 
 
 def _short(value: object) -> bool:

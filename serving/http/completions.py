@@ -23,6 +23,7 @@ from jaxinfer.types import CompletionOutput, RequestOutput, SamplingParams
 from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
+from serving.http.chunks import Frame, dumps, ending
 from serving.http.errors import JsonResponse, counted
 from serving.http.exchange import (
     Collected,
@@ -31,12 +32,11 @@ from serving.http.exchange import (
     make_calls,
     request_id,
     run,
-    usage_of,
 )
 from serving.http.fields import sampling_params, warning_headers
 from serving.http.prompts import text_prompt
 from serving.http.schemas import CompletionRequest
-from serving.http.sse import EventStream, event, while_connected, with_errors
+from serving.http.sse import EventStream, while_connected, with_errors
 from serving.service import Call, Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -57,6 +57,21 @@ class Job:
     @property
     def params(self) -> SamplingParams:
         return self.calls[0].params
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What every chunk of the answer has in common."""
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """Whether the first chunk tells of the prompt's log-probabilities."""
+        return self.params.prompt_logprobs is not None
 
     @property
     def scores_prompt(self) -> bool:
@@ -141,14 +156,7 @@ def _whole(job: Job, done: Collected) -> dict[str, Any]:
         for i, outputs in enumerate(done.outputs)
         for k, whole in enumerate(outputs)
     ]
-    return {
-        "id": job.id,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
-        "choices": choices,
-        "usage": done.usage.json(),
-    }
+    return {**job.fixed, "choices": choices, "usage": done.usage.json()}
 
 
 def _choice(job: Job, call: int, index: int, whole: Whole, scores: Any) -> dict[str, Any]:
@@ -187,8 +195,6 @@ class _Writer:
             head, self._offset = forms.echo_logprobs(
                 self._first, self._scores, body.logprobs, self._job.service.tokenizer, as_ids
             )
-        elif not self._begun and self._job.echoes is None:
-            self._offset = 0
         self._begun = True
         told, self._offset = forms.completion_logprobs(
             entries or (), body.logprobs, self._offset, as_ids
@@ -209,48 +215,31 @@ async def _stream(job: Job) -> AsyncGenerator[bytes]:
             held.append((index, item))
             if item.prompt_logprobs is not None:
                 chunks.scores[index] = item.prompt_logprobs
-            if not job.scores_prompt or index in chunks.scores:
+            if not job.waits_for_scores or index in chunks.scores:
                 ready = [one for one in held if one[0] == index]
                 held = [one for one in held if one[0] != index]
                 if text := b"".join(chunks.take(*one) for one in ready):
                     yield text
-    if chunks.include_usage:
-        yield chunks.usage_event()
+    if chunks.frame.include_usage:
+        yield chunks.frame.usage_event()
 
 
 class _Chunks:
-    """Writes the events of a stream."""
+    """Writes the events of a stream. `scores`: log-probabilities of the prompts, by call."""
 
     def __init__(self, job: Job) -> None:
-        options = job.body.stream_options
         self.job = job
+        self.frame = Frame(job.fixed, job.body.stream_options, job.calls)
         self.scores: dict[int, Any] = {}
-        self.include_usage = bool(options and options.include_usage)
-        self._continuous = bool(self.include_usage and options and options.continuous_usage_stats)
-        self._usage = usage_of(job.calls)
         self._writers: dict[tuple[int, int], _Writer] = {}
-        self._fixed = {
-            "id": job.id,
-            "object": "text_completion",
-            "created": job.created,
-            "model": job.model,
-        }
-        self._head = f'data: {json.dumps(self._fixed)[:-1]}, "choices":[{{"index":'
-        self._tail = ',"usage":null}\n\n' if self.include_usage else "}\n\n"
-
-    def usage_event(self) -> bytes:
-        return event({**self._fixed, "choices": [], "usage": self._usage.json()})
 
     def take(self, call: int, item: RequestOutput) -> bytes:
         """The events of one item; empty if it has nothing to tell."""
-        self._usage.take(call, item)
-        tail = self._tail
-        if self._continuous:
-            tail = f',"usage":{json.dumps(self._usage.json())}}}\n\n'
-        return "".join(self._chunk(call, output, tail) for output in item.outputs).encode()
+        self.frame.take(call, item)
+        return "".join(self._chunk(call, output) for output in item.outputs).encode()
 
-    def _chunk(self, call: int, output: CompletionOutput, tail: str) -> str:
-        job, key = self.job, (call, output.index)
+    def _chunk(self, call: int, output: CompletionOutput) -> str:
+        job, frame, key = self.job, self.frame, (call, output.index)
         first = key not in self._writers
         if first:
             self._writers[key] = _Writer(job, call, self.scores.get(call))
@@ -259,31 +248,23 @@ class _Chunks:
             text = job.echoes[call] + text
         logprobs = self._writers[key].logprobs(output.logprobs)
         told = text or output.finish_reason or (logprobs and logprobs["tokens"])
-        if not (told or job.body.return_token_ids or self._continuous):
+        if not (told or job.body.return_token_ids or frame.continuous):
             return ""
         return (
-            f'{self._head}{call * job.params.n + output.index},"text":{json.dumps(text)},"logprobs":'
-            f"{'null' if logprobs is None else json.dumps(logprobs, allow_nan=False)}"
-            f"{self._end(output)}{self._more(call, output, first)}}}]{tail}"
-        )
-
-    def _end(self, output: CompletionOutput) -> str:
-        if output.finish_reason is None:
-            return ',"finish_reason":null'
-        return (
-            f',"finish_reason":{json.dumps(output.finish_reason)}'
-            f',"stop_reason":{json.dumps(output.stop_reason)}'
+            f'{frame.begin(call * job.params.n + output.index)},"text":{json.dumps(text)},"logprobs":'
+            f"{'null' if logprobs is None else dumps(logprobs)}"
+            f"{ending(output.finish_reason, output.stop_reason)}"
+            f"{self._more(call, output, first)}{frame.end()}"
         )
 
     def _more(self, call: int, output: CompletionOutput, first: bool) -> str:
-        """Fields that only some requests ask for."""
+        """Members that only some requests ask for."""
         body, more = self.job.body, ""
         if first and body.prompt_logprobs is not None and self.scores.get(call) is not None:
             told = forms.prompt_logprobs(self.scores[call], body.prompt_logprobs)
-            more += f',"prompt_logprobs":{json.dumps(told, allow_nan=False)}'
+            more += f',"prompt_logprobs":{dumps(told)}'
         if body.return_token_ids:
             if first:
-                ids = list(self.job.calls[call].prompt.token_ids)
-                more += f',"prompt_token_ids":{json.dumps(ids)}'
-            more += f',"token_ids":{json.dumps(output.token_ids)}'
+                more += f',"prompt_token_ids":{dumps(self.job.calls[call].prompt.token_ids)}'
+            more += f',"token_ids":{dumps(output.token_ids)}'
         return more

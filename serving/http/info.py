@@ -20,7 +20,10 @@ from serving.service import Phase, Service
 
 # Routers take "vllm" or "sglang" here for the dialect; any other name sends them to /version.
 OWNER = "jaxinfer"
-HIDDEN = {"api_keys", "admin_api_keys", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "engine"}
+SHOWN = (  # settings that hold no key, path or address
+    "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "kserve", "stream_interval",
+    "shutdown_timeout", "watchdog_timeout", "max_logprobs",
+)  # fmt: skip
 
 
 async def ready(request: Request) -> Response:
@@ -104,11 +107,7 @@ async def metrics(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """The settings, less keys and paths, and the engine's counters."""
     service = _service(request)
-    config = {
-        f.name: getattr(service.config, f.name)
-        for f in dataclasses.fields(service.config)
-        if f.name not in HIDDEN
-    }
+    config = {name: getattr(service.config, name) for name in SHOWN}
     config["limits"] = dataclasses.asdict(service.config.limits)
     engine = service.engine
     return JsonResponse(

@@ -47,7 +47,11 @@ async def chat_prompt(
     template_kwargs: dict[str, Any],
     truncate: int | None = None,
 ) -> Prompt:
-    """The prompt of a conversation."""
+    """The prompt of a conversation; its text is what the template made of it.
+
+    Args:
+        template_kwargs: all of them. truncate: as text_prompt, of a prompt that fits the model.
+    """
     continues = bool(body.continue_final_message)
     opens = body.add_generation_prompt
     prompt = await service.chat_prompt(
@@ -58,8 +62,6 @@ async def chat_prompt(
         add_special_tokens=bool(body.add_special_tokens),
         template_kwargs=template_kwargs,
     )
-    return (
-        prompt
-        if truncate is None
-        else await text_prompt(service, list(prompt.token_ids), False, truncate)
-    )
+    if truncate is None or truncate == -1:
+        return prompt
+    return Prompt(prompt.text, prompt.token_ids[-truncate:])
