@@ -76,7 +76,9 @@ class Server:
         """Open the ports; health says that the server is starting. Raises ConfigError for a taken port."""
         config, service = self.config, self.service
         service.metrics = Metrics(service)
-        service.profiler = Profiler(config.profile_dir) if config.profile_dir else None
+        if config.profile_dir:
+            service.profiler = Profiler(config.profile_dir)
+            service.metrics.on_step.append(service.profiler.on_step)
         if config.otlp_traces_endpoint:
             from serving.tracing import Tracing
 
@@ -168,7 +170,7 @@ class Server:
             await self._http.stop()
         if self._own_engine:
             await asyncio.to_thread(self.service.close)
-        for part in (self._publisher, self._tracing):
+        for part in (self._publisher, self._tracing, self.service.profiler):
             if part is not None:
                 await asyncio.to_thread(part.close)
 

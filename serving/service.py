@@ -299,6 +299,9 @@ class Service:
         except (GeneratorExit, asyncio.CancelledError):  # the client left
             record.finished = time.monotonic()
             raise
+        except Exception:  # a fault of ours: it counts, or its tokens would vanish from the metrics
+            record.reason, record.finished = "error", time.monotonic()
+            raise
         finally:
             del self.running[call.request_id]
             if record.finished is not None:
