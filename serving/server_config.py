@@ -179,7 +179,7 @@ def _value(path: Path, key: str, kind: Any, value: Any) -> Any:
             return float(value)  # YAML takes 1e-3 for a text
         except ValueError:
             pass
-    if kind is list[str] and isinstance(value, str):
+    if kind == list[str] and isinstance(value, str):
         return [value]
     number = isinstance(value, int) and not isinstance(value, bool)
     fits = {
