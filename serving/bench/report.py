@@ -126,7 +126,7 @@ def print_tables(console: Console, session: Session, results: dict[str, Any]) ->
         table.add_column(head, justify="right")
     for name, label in LABELS.items():
         found = results["latency_ms"][name]
-        cells = [f"{found[head]:.2f}" for head in heads] if found else ["-"] * len(heads)
+        cells = [_short(found[head]) for head in heads] if found else ["-"] * len(heads)
         table.add_row(label, *cells)
     console.print(table)
     rates = Table(show_header=False)
@@ -136,6 +136,10 @@ def print_tables(console: Console, session: Session, results: dict[str, Any]) ->
         rates.add_row(label, value)
     console.print(rates)
     console.print(NOTES, style="dim", highlight=False)
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def _rates(session: Session, results: dict[str, Any]) -> list[tuple[str, str]]:

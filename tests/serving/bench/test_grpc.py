@@ -16,7 +16,7 @@ from serving.bench.session import Session, measure
 from serving.bench.settings import DataSettings, TargetSettings, TrafficSettings
 from tests.serving.bench.fakes import FakeEngine, complete, token_chunk
 
-SLACK = 0.25
+SLACK = 0.35
 EARLY = 0.002
 
 
