@@ -9,8 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 
-from serving.http import admin, chat, completions, generate, info, tokens
+from serving.http import (
+    admin,
+    chat,
+    completions,
+    generate,
+    info,
+    messages,
+    responses,
+    status,
+    tokens,
+)
 from serving.http.auth import guard
 from serving.http.errors import HANDLERS
 from serving.http.openapi import openapi_route
@@ -24,14 +36,16 @@ UVICORN_OPTIONS: dict[str, Any] = {  # bounds on what a connection costs; server
     "server_header": False,
     "proxy_headers": False,
 }
-APIS = (completions, chat, tokens, generate, info)
+APIS = (completions, chat, responses, messages, tokens, generate, info, status)
 
 
 def build_app(service: Service) -> Starlette:
     """The app for a service; `app.state.service` is the service."""
     routes = [route for api in APIS for route in api.ROUTES]
     routes.append(openapi_route(routes))
-    app = Starlette(routes=guard(routes, admin.ROUTES, service.config), exception_handlers=HANDLERS)
+    # Starlette would raise again what a handler of Exception has answered; its middleware does not.
+    handlers = Middleware(ExceptionMiddleware, handlers=HANDLERS)
+    app = Starlette(routes=guard(routes, admin.ROUTES, service.config), middleware=[handlers])
     app.router.redirect_slashes = False  # one path is one route
     app.state.service = service
     return app

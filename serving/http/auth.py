@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from serving.config import ServerConfig
 from serving.errors import Unauthenticated
 
-OPEN = frozenset({
+OPEN = frozenset({  # health, and a static page without any data (it asks its reader for a key)
     "/health", "/live", "/livez", "/ping", "/ready", "/readyz", "/v1/health/live", "/v1/health/ready",
+    "/status",
 })  # fmt: skip
 
 

@@ -102,8 +102,8 @@ def validate[M: BaseModel](value: Any, model: type[M]) -> M:
     if first["type"] == "missing":
         raise BadField(path, f"{path} is missing; it is required")
     text = first["msg"].removeprefix("Value error, ")
-    shown = repr(first["input"])[:_QUOTED] if _short(first["input"]) else type(first["input"])
-    raise BadField(path, f"{path}={shown}: {text}")
+    shown = f"={first['input']!r}"[:_QUOTED] if _short(first["input"]) else ""
+    raise BadField(path, f"{path}{shown}: {text}")
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

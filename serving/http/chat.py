@@ -80,6 +80,7 @@ class ChatJob:
 
 
 async def chat(request: Request) -> Response:
+    """Answer a conversation."""
     service: Service = request.app.state.service
     with counted(service):
         job = await prepare(request, service, await read_model(request, ChatRequest), "chatcmpl")

@@ -80,6 +80,7 @@ class Job:
 
 
 async def completions(request: Request) -> Response:
+    """Continue prompts."""
     service: Service = request.app.state.service
     with counted(service):
         body = await read_model(request, CompletionRequest)

@@ -1,4 +1,4 @@
-"""OpenAI's error bodies for everything that can go wrong on an HTTP route.
+"""Error bodies, OpenAI's and Anthropic's, for everything that can go wrong on an HTTP route.
 
 Statuses and texts come from serving.errors, the one table of all faces. A text of ours never shows
 more than 100 characters of what a client sent. Called by the app's exception handlers and the streams.
@@ -30,6 +30,11 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) 
     "cache_salt", "chat_template_kwargs", "messages", "model", "priority", "prompt", "request_id",
     "tools",
 }  # fmt: skip
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error",
+}  # fmt: skip
 _PATH = re.compile(r"([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*")
 
 
@@ -59,8 +64,26 @@ def error_body(error: BaseException) -> dict[str, Any]:
     }
 
 
-def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
-    """The response for an error, with the headers that belong to its status."""
+def anthropic_error_body(error: BaseException) -> dict[str, Any]:
+    """{"type": "error", "error": {"type", "message"}}, as /v1/messages says it."""
+    return _anthropic(wire(error).status, message(error))
+
+
+def _anthropic(status: int, text: str) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": text}}
+
+
+def _speaks_anthropic(request: Request) -> bool:
+    return request.scope["path"].startswith("/v1/messages")
+
+
+def error_response(
+    error: BaseException,
+    headers: Mapping[str, str] | None = None,
+    body: dict[str, Any] | None = None,
+) -> Response:
+    """The response for an error, with the headers that belong to its status; body: OpenAI's."""
     status = wire(error).status
     more = dict(headers or {})
     if status in (429, 503):
@@ -69,7 +92,7 @@ def error_response(error: BaseException, headers: Mapping[str, str] | None = Non
         more["www-authenticate"] = "Bearer"
     if status >= 500 and not isinstance(error, JaxinferError):
         log.error("a request failed", exc_info=error)
-    return JsonResponse(error_body(error), status, more)
+    return JsonResponse(error_body(error) if body is None else body, status, more)
 
 
 @contextmanager
@@ -95,8 +118,8 @@ def _param(error: BaseException) -> str | None:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Any exception: ours by the table, others with a fixed text and a traceback in the log."""
-    del request
-    return error_response(error)
+    body = anthropic_error_body(error) if _speaks_anthropic(request) else None
+    return error_response(error, body=body)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -110,6 +133,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         "param": None,
         "code": known.get(error.status_code),
     }
+    if _speaks_anthropic(request):
+        return JsonResponse(_anthropic(error.status_code, text), error.status_code, error.headers)
     return JsonResponse({"error": body}, error.status_code, error.headers)
 
 
@@ -120,7 +145,6 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[Any, Any] = {
-    JaxinferError: on_error,
     HTTPException: on_http_error,
     ClientDisconnect: on_disconnect,
     Exception: on_error,

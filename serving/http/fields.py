@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jaxinfer.types import MAX_BIAS, MAX_LOGPROBS, MAX_N, MAX_TOKEN_LIST, SamplingParams
 from serving.http.errors import UnsupportedField
@@ -57,6 +57,14 @@ MAX_NAMES = 16  # in a warning
 _SAFE = re.compile(r"[^A-Za-z0-9_.\-]")
 
 type Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+type Stops = Annotated[
+    list[str],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=str | list[str],
+    ),
+]
 type TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_LIST)]
 
 
@@ -99,7 +107,7 @@ class SamplingFields(Fields):
     allowed_token_ids: TokenIds | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -120,8 +128,6 @@ def sampling_params(
     """
     values = {name: getattr(fields, name) for name in _NAMES}
     given = {name: value for name, value in values.items() if value is not None}
-    if "stop" in given and isinstance(given["stop"], list):
-        given["stop"] = tuple(given["stop"])
     base = service.engine.get_default_sampling_params()
     return replace(base, **(given | {"max_tokens": max_tokens} | changes))
 

@@ -26,6 +26,7 @@ from serving.service import Call, Service
 
 
 async def generate(request: Request) -> Response:
+    """Continue token ids with token ids."""
     service: Service = request.app.state.service
     with counted(service):
         body = await read_model(request, GenerateRequest)

@@ -18,6 +18,8 @@ import jaxinfer
 from serving.http import schemas
 from serving.http.auth import OPEN
 from serving.http.errors import JsonResponse
+from serving.http.messages_request import CountTokensRequest, MessagesRequest
+from serving.http.responses_request import ResponsesRequest
 
 BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/completions": (schemas.CompletionRequest,),
@@ -26,7 +28,9 @@ BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/tokenize": (schemas.TokenizePromptRequest, schemas.TokenizeChatRequest),
     "/detokenize": (schemas.DetokenizeRequest,),
     "/inference/v1/generate": (schemas.GenerateRequest,),
-    "/abort_requests": (schemas.AbortRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/v1/messages": (MessagesRequest,),
+    "/v1/messages/count_tokens": (CountTokensRequest,),
 }
 _REF = "#/components/schemas/{model}"
 _ERROR = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from jaxinfer.types import MAX_LOGPROBS
 from serving.http.fields import MAX_INT, Count, Fields, SamplingFields
@@ -107,7 +107,7 @@ class ChatRequest(GenerationFields, ChatFields):
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object", "null"]})] = None
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -72,7 +72,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        await while_connected(receive, self._send(send))
+        with suppress(ClientDisconnect):  # nobody is left to be told
+            await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events):
@@ -90,8 +91,12 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
-        async with asyncio.timeout(self._idle):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        try:
+            async with asyncio.timeout(self._idle):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            log.warning("a client has not read its stream for %g s; it is dropped", self._idle)
+            raise ClientDisconnect from None
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -107,7 +107,7 @@ async def render(request: Request) -> Response:
         "request_id": job.id,
         "model": job.model,
         "token_ids": list(job.call.prompt.token_ids),
-        "sampling_params": _told(job.params),
+        "sampling_params": _told(job.params, service.engine.get_default_sampling_params()),
         "stream": bool(job.body.stream),
         "cache_salt": job.call.cache_salt,
         "priority": job.call.priority,
@@ -115,15 +115,13 @@ async def render(request: Request) -> Response:
     return JsonResponse(answer, headers=warning_headers(job.unknown))
 
 
-def _told(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as JSON, those that differ from a plain SamplingParams()."""
-    plain, told = SamplingParams(), {}
+def _told(params: SamplingParams, silent: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as JSON: the length, and those unlike what a silent client gets."""
+    told: dict[str, Any] = {"max_tokens": params.max_tokens}
     for item in dataclass_fields(SamplingParams):
         value = getattr(params, item.name)
-        if value != getattr(plain, item.name):
+        if value != getattr(silent, item.name):
             told[item.name] = list(value) if isinstance(value, tuple) else value
-    if params.max_tokens is None:
-        told["max_tokens"] = None
     return told
 
 
