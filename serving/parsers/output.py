@@ -97,13 +97,13 @@ class Output(Scanner):
         """End the tape; what is on it was structure."""
         self.tape = None
 
-    def begin_call(self, name: str, id: str | None = None) -> None:
+    def begin_call(self, name: str) -> None:
         """From here on it is a tool call, whatever follows."""
         self.tape = None
         self.content_edge.marker(WHITE)
         self.calls += 1
         if self._reported():
-            self._pieces[self.calls - 1] = (id or self.new_id(), name, [])
+            self._pieces[self.calls - 1] = (self.new_id(), name, [])
 
     def arguments(self, text: str) -> None:
         if self._reported():

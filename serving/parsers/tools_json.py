@@ -108,10 +108,12 @@ class CallObject:
         before = out.calls
         name: str | None = None
         held: list[str] | None = None
+        odd = False
         more = yield from out.expect("{")
         while more:
             key = yield from self._key(out)
-            if key is None or (self._strict and key not in KNOWN_KEYS):
+            odd = odd or key not in KNOWN_KEYS
+            if key is None or (self._strict and odd):
                 return False
             value: list[str] = []
             sink = value.append
@@ -137,6 +139,8 @@ class CallObject:
         if out.calls > before:
             out.forget()
             return True
+        if held is None and (odd or self._strict):
+            return False  # the arguments may be under a wrong key: no call without them
         return self._late(out, name, held)
 
     def _key(self, out: Output) -> Wait[str | None]:
@@ -150,7 +154,7 @@ class CallObject:
 
     def _late(self, out: Output, name: str | None, held: list[str] | None) -> bool:
         """The call of an object whose arguments came before its name, in a string, or not at all."""
-        if not name or (held is None and self._strict):
+        if not name:
             return False
         text = "".join(held or ())
         if text.startswith('"'):
@@ -221,13 +225,12 @@ class Mistral(ToolFormat):
             yield from self._list(out)
             return
         name = yield from out.word(NAME)
-        id = None
         if (yield from out.expect("[CALL_ID]")):
-            id = yield from out.word(NAME)
+            yield from out.word(NAME)  # nothing says that it is used once: calls get ids of ours
         yield from out.expect("[ARGS]")
         yield from out.skip_space()
         if name and (yield from out.peek()) == "{":
-            out.begin_call(name, id or None)
+            out.begin_call(name)
             structure = markers(frozenset((*BRACKETS, *self.tokens)))
             yield from json_value(out, structure, out.arguments)
 

@@ -63,6 +63,9 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "b', None, [("now", '{"a": "b')]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1</tool_call> x', "x",
      [("now", '{"a": 1')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "note": "open</tool_call> words',
+     ', "note": "open</tool_call> words', [NOW]),
+    ("hermes", f"{hermes(*NOW)}\n<tool_call>oops</tool_call>", "<tool_call>oops</tool_call>", [NOW]),
     ("llama3_json", llama(*CITY), None, [CITY]),
     ("llama3_json", f"\n{llama(*DEEP)}; {llama(*NOW)}", None, [DEEP, NOW]),
     ("llama3_json", f"<|python_tag|>{llama(*WRITE)};", None, [WRITE]),
@@ -79,6 +82,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("deepseek", f"{DS_CALLS}{deepseek_v3(*CITY)}\n{deepseek_v3(*NOW)}{DS_END}", None, [CITY, NOW]),
     ("deepseek", f"Ok.\n{DS_CALLS}{deepseek_v31(*DEEP)}{deepseek_v31(*WRITE)}{DS_END}", "Ok.",
      [DEEP, WRITE]),
+    ("mistral", '[TOOL_CALLS][{"name": "now"}, {"nome": 1}]', ', {"nome": 1}]', [NOW]),
     ("deepseek", f"{DS_CALLS}{deepseek_v31('function', '{}')}{DS_END}", None, [("function", "{}")]),
     ("pythonic", '[get_weather(city="Oslo", days=3)]', None, [CITY]),
     ("pythonic", " [now(), get_weather(city='Oslo', days=3,)]\n", None, [NOW, CITY]),
@@ -88,6 +92,7 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
      None, [WRITE]),
     ("pythonic", '[write(path="""a"b""", text=\'\\u00fc\\x41)]\')]', None,
      [("write", '{"path": "a\\"b", "text": "üA)]"}')]),
+    ("pythonic", "[now(), oops]", ", oops]", [NOW]),
     ("pythonic", "[now(a=True, b=(1, -2.5e3), c=[], d=false)] ok", "ok",
      [("now", '{"a": true, "b": [1, -2500.0], "c": [], "d": false}')]),
     ("qwen3_coder", coder("get_weather", city="Oslo", days="3"), None, [CITY]),
@@ -99,6 +104,8 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<function=now></function> ok", "ok", [NOW]),
     ("qwen3_coder", "<tool_call><function=write><parameter=path>\na\n<parameter=text>b\n</function>",
      None, [("write", '{"path": "a", "text": "b"}')]),
+    ("qwen3_coder", "<tool_call><function=now><parameter=a\nb</tool_call>", "<parameter=a\nb",
+     [("now", "{")]),
     ("qwen3_coder", "<tool_call><function=write><parameter=text>\nab", None,
      [("write", '{"text": "ab')]),
     ("qwen3_coder", "<tool_call><function=write>\n<parameter=path>a</parameter>\n", None,
@@ -112,6 +119,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"nome": "now", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "argument": {"a": 1}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "no'),
     ("hermes", "a <tool_ca"),
     ("hermes", "<tool_call>"),
@@ -261,8 +269,6 @@ def test_ids_are_as_clients_expect_them() -> None:
         parser = make_parser(format, None, tools=TOOLS, prompt="")
         wrote = hermes("now", "{}") if format == "hermes" else "[TOOL_CALLS]now{}"
         assert re.fullmatch(pattern, parser.push(wrote).tool_calls[0].id or "")
-    parser = make_parser("mistral", None, tools=TOOLS, prompt="")
-    assert parser.push("[TOOL_CALLS]now[CALL_ID]abcDEF123{").tool_calls[0].id == "abcDEF123"
 
 
 def test_only_the_first_call_without_parallel_calls() -> None:
