@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import logging
 import re
 import threading
 import time
@@ -22,10 +21,9 @@ from typing import Any, NamedTuple
 from jaxinfer.cache.events import BlockRemoved, BlockStored, Event, Namespace
 from jaxinfer.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 ENCODINGS = ("map", "array")
 PUBLISHERS = ("null", "zmq")
+HISTORY_TOKENS = 1 << 22  # tokens of the batches that are kept: some 150 MB
 ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[\w.*-]+):(?P<port>\d{1,5}|\*)|ipc://.+")
 LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost|\[::1\]")
 
@@ -39,7 +37,8 @@ class KvEventsConfig:
         publisher: "zmq", or "null" for gRPC alone.
         endpoint: address of the PUB socket; only this machine can connect unless it names another.
         replay_endpoint: address of the ROUTER socket that repeats batches; None: no replay.
-        buffer_steps: batches that are kept for replay and for subscribers that are behind.
+        buffer_steps: batches that are kept for replay and for subscribers that are behind (fewer if
+            they have more than HISTORY_TOKENS tokens).
         hwm: batches that wait for a slow ZMQ subscriber before it loses some.
         topic: first frame of each message ("" for Dynamo; "kv@<ip>:<port>@<model>" for llm-d).
         encoding: "map" (events as maps with `type`) or "array" (tag first, as vLLM once did).
@@ -88,16 +87,13 @@ def _bad(name: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"kv_events_config: {name}={value!r:.80} must be {wanted}")
 
 
-def check_endpoint(name: str, endpoint: object) -> None:
-    """Raise ConfigError unless ZeroMQ can bind it; warn if it is open to other machines."""
+def check_endpoint(name: str, endpoint: object) -> bool:
+    """Whether other machines could connect. Raises ConfigError unless ZeroMQ can bind it."""
     match = ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
     if match is None or int((match["port"] or "0").replace("*", "0")) > 65535:
         raise _bad(name, endpoint, "'tcp://HOST:PORT' or 'ipc://PATH'")
     host = match["host"]
-    if host is not None and not LOOPBACK.fullmatch(host):
-        log.warning(
-            "KV events: %s=%s is open to other machines, without a password", name, endpoint
-        )
+    return host is not None and not LOOPBACK.fullmatch(host)
 
 
 class KvBatch(NamedTuple):
@@ -125,7 +121,8 @@ class KvEventHub:
         self.buffer_steps = buffer_steps
         self.closed = False
         self._lock = threading.Lock()
-        self._ring: deque[KvBatch] = deque(maxlen=buffer_steps)
+        self._ring: deque[KvBatch] = deque()
+        self._tokens = 0  # of all batches in the ring
         self._next = 0
         self._blocks: dict[int, _Block] = {}  # parents stand before their children
         self._wakers: list[Callable[[], None]] = []
@@ -133,8 +130,14 @@ class KvEventHub:
     def put(self, events: Sequence[Event]) -> None:
         """Take in what one engine round told. Never waits for a subscriber."""
         with self._lock:
-            self._ring.append(KvBatch(self._next, time.time(), tuple(events)))
+            batch = KvBatch(self._next, time.time(), tuple(events))
+            self._ring.append(batch)
+            self._tokens += _tokens(batch)
             self._next += 1
+            while len(self._ring) > 1 and (
+                len(self._ring) > self.buffer_steps or self._tokens > HISTORY_TOKENS
+            ):
+                self._tokens -= _tokens(self._ring.popleft())
             for event in events:
                 self._apply(event)
             wakers = list(self._wakers)
@@ -205,6 +208,10 @@ class KvEventHub:
             wakers = list(self._wakers)
         for wake in wakers:
             wake()
+
+
+def _tokens(batch: KvBatch) -> int:
+    return sum(len(e.hashes) * e.block_size for e in batch.events if isinstance(e, BlockStored))
 
 
 def _chains(blocks: list[tuple[int, _Block]]) -> list[BlockStored]:

@@ -129,7 +129,8 @@ class ZmqPublisher:
         )
 
     def _bind(self, kind: int, name: str, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
-        check_endpoint(name, endpoint)
+        if check_endpoint(name, endpoint):
+            log.warning("%s=%s: any machine can read the cached tokens there", name, endpoint)
         bound = self._context.socket(kind)
         bound.sndhwm = hwm
         bound.setsockopt(zmq.MAXMSGSIZE, MAX_INCOMING)

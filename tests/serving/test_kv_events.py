@@ -18,7 +18,8 @@ from jaxinfer.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, E
 from jaxinfer.errors import ConfigError
 from jaxinfer.loading import LoadedModel
 from jaxinfer.types import SamplingParams
-from serving.kv_events import KvBatch, KvEventHub, KvEventsConfig, ResyncNeeded
+from serving import kv_events
+from serving.kv_events import KvBatch, KvEventHub, KvEventsConfig, ResyncNeeded, check_endpoint
 from serving.zmq_kv_events import ZmqPublisher
 from tests.cache.test_tree import make
 from tests.cache.traffic import Index, Traffic, operations, stored_in
@@ -77,6 +78,16 @@ def test_history_is_numbered_from_0_and_bounded() -> None:
         with pytest.raises(ResyncNeeded, match=f"batch {lost} is not kept: .* 2 to 4"):
             hub.since(lost)
     assert len(hub.snapshot()[1]) == 5  # what the history forgot is stored all the same
+
+
+def test_history_is_bounded_in_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "HISTORY_TOKENS", 20)
+    hub = KvEventHub()
+    for events in ([stored(1)], [REMOVED], [SALTED, CHILD], [stored(2)], [stored(3)]):
+        hub.put(events)
+    assert hub.range() == (1, 5)  # of 0 + 12 + 4 + 4 tokens
+    hub.put([BlockStored((7,), None, ((1,) * 50,))])
+    assert hub.range() == (5, 6)  # the last one always
 
 
 async def test_a_subscription_replays_and_follows_and_ends() -> None:
@@ -311,13 +322,11 @@ def test_the_config_refuses_by_name(source: Any, message: str) -> None:
         KvEventsConfig.from_dict(source)
 
 
-def test_an_open_endpoint_is_taken_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_open_endpoint_is_told_from_a_local_one() -> None:
     for endpoint in ("tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "ipc://kv.sock"):
-        KvEventsConfig(endpoint=endpoint)
-    assert not caplog.records
-    for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://eth0:5557"):
-        KvEventsConfig(endpoint=endpoint)
-        assert "open to other machines" in caplog.records[-1].message
+        assert not check_endpoint("endpoint", endpoint)
+    for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://eth0:5557", "tcp://[::]:*"):
+        assert check_endpoint("endpoint", endpoint)
 
 
 # --- a real engine ------------------------------------------------------------------------------
