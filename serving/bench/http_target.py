@@ -20,7 +20,7 @@ from serving.bench.sse import SSEParser
 from serving.bench.targets import Server
 
 BAD_FINISH = ("abort", "error")
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError)
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class _ServerError(Exception):
@@ -169,6 +169,8 @@ def _take(event: dict[str, Any], chat: bool, now: float, record: Record) -> None
         part = choice.get("delta") or {} if chat else choice
         text = part.get("content" if chat else "text") or ""
         ids = choice.get("token_ids") or []
+        if not isinstance(text, str) or not isinstance(ids, list):
+            raise TypeError("text is no string, or token_ids no list")
         other = part.get("reasoning") or part.get("reasoning_content") or part.get("tool_calls")
         # An event that shows nothing may still carry a token, whose text is held back.
         rose = count is not None and count > (record.completion_tokens or 0)

@@ -15,9 +15,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from jaxinfer.errors import InvalidRequest
 from serving.bench.metrics import summarize
-from serving.bench.record import Record
+from serving.bench.record import Clock, Record
 from serving.bench.session import Session, measure
 from serving.bench.settings import DataSettings, TargetSettings, TrafficSettings
+from serving.bench.targets import open_target
 from tests.serving.bench.fakes import FakeOpenAI, answers, chunk, event, stream, usage
 
 SLACK = 0.35  # seconds that a loaded machine may add
@@ -248,6 +249,9 @@ TOO_MANY = {"error": {"message": "slow down", "type": "rate_limit_error", "code"
         (parts_of(event({"choices": [], "usage": {"completion_tokens": "3"}})), "malformed", "'3'"),
         (parts_of(event({"choices": [], "usage": {"completion_tokens": 3}})), "malformed", ""),
         (parts_of(b"data: \xff\n\n"), "malformed", "UnicodeDecodeError"),
+        (parts_of(b"data: " + b"[" * 200_000 + b"\n\n"), "malformed", ""),
+        (parts_of(event({"choices": [{"text": 5}]})), "malformed", "no string"),
+        (parts_of(event({"choices": [{"text": "a", "token_ids": "12"}]})), "malformed", "no list"),
         (parts_of(WORD, event({"error": {"message": "out of memory"}})), "server error", "memory"),
         (parts_of(WORD, event({"error": "gone"}), DONE), "server error", "gone"),
         (parts_of(event(chunk(OUT, "", "abort")), DONE), "server error", "abort"),
@@ -322,13 +326,20 @@ def test_some_may_fail_while_others_go_on(server: FakeOpenAI) -> None:
     assert results["completion_tokens"] == 32 and results["goodput"]["met"] == 8
 
 
+async def send_once(settings: TargetSettings, record: Record) -> None:
+    async with open_target(settings) as target:
+        await target.send("a", record, Clock(), False)
+
+
 def test_no_server_there() -> None:
-    with socket.socket() as free:
+    with socket.socket() as free:  # bound, but nobody listens
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        target = TargetSettings(base_url=url)
+        settings = TargetSettings(base_url=f"http://127.0.0.1:{free.getsockname()[1]}")
         with pytest.raises(InvalidRequest, match="cannot be reached"):
-            asyncio.run(measure(target, TrafficSettings(), DataSettings()))
+            asyncio.run(measure(settings, TrafficSettings(), DataSettings()))
+        record = Record(0, 0, 0.0, 4)
+        asyncio.run(send_once(settings, record))
+    assert record.error == "connect" and record.end >= record.sent and record.ttft is None
 
 
 def test_the_server_names_no_model(server: FakeOpenAI) -> None:
