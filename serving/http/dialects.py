@@ -1,34 +1,18 @@
 """What /v1/responses and /v1/messages share: both are dialects of chat completions.
 
-A dialect refuses what it cannot honour, translates a request to a chat body, and tells the answer
-as a sequence of items, while a MessageDelta has a field for each kind. Pure: knows no engine.
+A dialect refuses what it cannot honour and translates a request to a chat body. Pure: knows no
+engine. Called by responses_request.py and messages_request.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from serving.errors import BadField
 from serving.http.errors import UnsupportedField
-from serving.parsers.messages import MessageDelta, ToolCallDelta
 
-type Segment = tuple[Literal["reasoning", "content"], str] | ToolCallDelta
 type Event = dict[str, Any]
-
-
-def segments(delta: MessageDelta, open_call: int = -1) -> Iterator[Segment]:
-    """The parts of a delta in the order in which the model wrote them.
-
-    Reasoning, the rest of the open call (its index; -1: none is open), content, further calls. Right
-    for what one character made certain.
-    """
-    if delta.reasoning:
-        yield "reasoning", delta.reasoning
-    yield from (piece for piece in delta.tool_calls if piece.index == open_call)
-    if delta.content:
-        yield "content", delta.content
-    yield from (piece for piece in delta.tool_calls if piece.index != open_call)
 
 
 def refuse(given: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]], where: str = "") -> None:

@@ -65,13 +65,13 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: BaseException) -> dict[str, Any]:
-    """{"type": "error", "error": {"type", "message"}}, as /v1/messages says it."""
-    return _anthropic(wire(error).status, message(error))
+    """The same as /v1/messages says it: {"type": "error", "error": {"type", "message", ...}}."""
+    return _anthropic(error_body(error), wire(error).status)
 
 
-def _anthropic(status: int, text: str) -> dict[str, Any]:
+def _anthropic(body: dict[str, Any], status: int) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": text}}
+    return {"type": "error", "error": {**body["error"], "type": kind}}
 
 
 def _speaks_anthropic(request: Request) -> bool:
@@ -127,15 +127,16 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = {404: "not_found", 405: "method_not_allowed"}
     text = f"{request.method} {request.url.path!r:.100}: {error.detail}"
-    body = {
+    told = {
         "message": text,
         "type": "invalid_request_error",
         "param": None,
         "code": known.get(error.status_code),
     }
+    body: dict[str, Any] = {"error": told}
     if _speaks_anthropic(request):
-        return JsonResponse(_anthropic(error.status_code, text), error.status_code, error.headers)
-    return JsonResponse({"error": body}, error.status_code, error.headers)
+        body = _anthropic(body, error.status_code)
+    return JsonResponse(body, error.status_code, error.headers)
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:

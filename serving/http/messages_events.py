@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serving.http.dialects import Event, segments
-from serving.parsers.messages import MessageDelta, ToolCallDelta
+from serving.http.answer import Segment
+from serving.http.dialects import Event
+from serving.parsers import ToolCallDelta
 
 INVALID_JSON = "INVALID_JSON"  # Anthropic's name for arguments that are no JSON object
 
@@ -51,10 +52,10 @@ class MessageWriter:
         start = {"type": "message_start", "message": {**self.message, "content": []}}
         return [start, {"type": "ping"}]
 
-    def add(self, delta: MessageDelta) -> list[Event]:
+    def add(self, segments: Iterable[Segment]) -> list[Event]:
         """More of the output."""
         events: list[Event] = []
-        for piece in segments(delta, self._call):
+        for piece in segments:
             if isinstance(piece, ToolCallDelta):
                 events += self._add_call(piece)
             elif piece[0] == "reasoning":

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serving.http.dialects import Event, segments
+from serving.http.answer import Segment
+from serving.http.dialects import Event
 from serving.http.responses_request import ResponsesRequest
-from serving.parsers.messages import MessageDelta, ToolCallDelta
+from serving.parsers import ToolCallDelta
 
 ABORTED = {"code": "server_error", "message": "the request was aborted before it was finished"}
 
@@ -39,10 +40,10 @@ def new_response(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": request.store is not False,
         "temperature": request.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
@@ -79,6 +80,7 @@ class ResponseWriter:
         self._item: dict[str, Any] | None = None
         self._parts: list[str] = []  # of the open item's text
         self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._waiting: list[dict[str, Any]] = []  # told with the next text
         self._call = -1  # index of the open item among the tool calls
 
     def open(self) -> list[Event]:
@@ -90,20 +92,24 @@ class ResponseWriter:
         """The response as it is now; later events do not change it."""
         return {**self.response, "output": list(self.response["output"])}
 
-    def add(self, delta: MessageDelta, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
-        """More of the output. `logprobs`: chat's entries for tokens of the text, if asked for."""
+    def add(
+        self, segments: Iterable[Segment], logprobs: Iterable[dict[str, Any]] = ()
+    ) -> list[Event]:
+        """More of the output.
+
+        Args:
+            logprobs: chat's entries of the tokens. They go out with text: those of tokens that gave
+                none, such as reasoning, with the text that comes next or, at the end, on their own.
+        """
         events: list[Event] = []
-        waiting = list(logprobs or ())
-        for piece in segments(delta, self._call):
+        self._waiting += logprobs
+        for piece in segments:
             if isinstance(piece, ToolCallDelta):
                 events += self._add_call(piece)
             elif piece[0] == "reasoning":
                 events += self._add_reasoning(piece[1])
             else:
-                events += self._add_text(piece[1], waiting)
-                waiting = []
-        if waiting:  # their text is still held back by the parser, or there is none
-            events += self._add_text("", waiting)
+                events += self._add_text(piece[1])
         return events
 
     def close(self, reason: str, usage: Mapping[str, Any], error: str | None = None) -> list[Event]:
@@ -111,6 +117,8 @@ class ResponseWriter:
         events: list[Event] = []
         if not self.response["output"] and self._item is None and reason in ("stop", "length"):
             events += self._open_message()
+        if self._waiting and self._kind() == "message":
+            events += self._add_text("")
         events += self._close_item("completed" if reason == "stop" else "incomplete")
         response = self.response
         response["usage"] = dict(usage)
@@ -141,7 +149,8 @@ class ResponseWriter:
         self._parts.append(text)
         return [*events, self._on_part("response.reasoning_text.delta", delta=text)]
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def _add_text(self, text: str) -> list[Event]:
+        logprobs, self._waiting = self._waiting, []
         events = [] if self._kind() == "message" else self._open_message()
         self._parts.append(text)
         self._logprobs += logprobs

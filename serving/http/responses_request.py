@@ -7,9 +7,9 @@ Called by responses.py; the chat pipeline gets what to_chat returns, as if a cli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from serving.errors import BadField
 from serving.http.dialects import chat_content, objects, refuse, string, unknown_type
@@ -44,7 +44,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 TEXT = {"format": ({"type": "text"},), "verbosity": ("medium",)}
-REASONING = {"summary": ("auto",), "generate_summary": ("auto",)}
+
+
+class Reasoning(BaseModel):
+    """How to reason. There is no summary of it to ask for: the reasoning itself is told."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
 
 
 class ResponsesRequest(SamplingFields):
@@ -64,7 +72,7 @@ class ResponsesRequest(SamplingFields):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     text: dict[str, Any] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
@@ -107,8 +115,8 @@ def to_chat(request: ResponsesRequest, history: Sequence[dict[str, Any]] = ()) -
         body["tool_choice"] = _tool_choice(request.tool_choice)
     if request.with_logprobs:
         body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
-    if (effort := (request.reasoning or {}).get("effort")) is not None:
-        body["reasoning_effort"] = effort
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        body["reasoning_effort"] = request.reasoning.effort
     return body
 
 
@@ -123,7 +131,6 @@ def input_items(value: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _refuse(request: ResponsesRequest) -> None:
     refuse(request.model_dump(exclude_none=True), NEUTRAL)
     refuse(request.text or {}, TEXT, "text.")
-    refuse(request.reasoning or {}, REASONING, "reasoning.")
     for name in request.include or ():
         if name not in INCLUDES:
             raise UnsupportedField(
@@ -131,6 +138,9 @@ def _refuse(request: ResponsesRequest) -> None:
             )
     if request.top_logprobs and not request.with_logprobs:
         raise BadField("top_logprobs", f"top_logprobs needs {LOGPROBS!r} in include")
+    if request.with_logprobs and request.tools and request.tool_choice != "none":
+        text = f"include={LOGPROBS!r} is not supported with tools; leave one of them out"
+        raise UnsupportedField("include", text)
     for key, value in (request.metadata or {}).items():
         if len(key) > 64 or len(value) > 512:
             raise BadField(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.errors import BadField, NotFound
+from serving.http.responses_events import ResponseWriter
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20  # of JSON text
@@ -34,10 +35,14 @@ class ResponseStore:
 
     Args:
         max_responses, max_bytes: what is held at most, of all owners together.
+
+    Attributes:
+        running: engine request id and writer of each response that is being made, by owner and id.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.size = 0
+        self.running: dict[tuple[str, str], tuple[str, ResponseWriter]] = {}
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
 

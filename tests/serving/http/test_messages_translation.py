@@ -19,7 +19,7 @@ from serving.http.dialects import Event
 from serving.http.messages_events import MessageWriter, tool_input, usage
 from serving.http.messages_request import MessagesRequest, to_chat
 from serving.http.schemas import ChatRequest
-from serving.parsers import MessageDelta, ToolCallDelta
+from serving.parsers import ToolCallDelta
 
 USER = {"role": "user", "content": "hi"}
 WEATHER = {
@@ -190,7 +190,7 @@ turns = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(turns, min_size=1, max_size=3))
 def test_any_messages_are_translated_or_refused(messages: list[dict[str, Any]]) -> None:
     try:
@@ -214,15 +214,15 @@ def written(plan: list[tuple[str, str]], reason: str = "stop", stop: object = No
     events = writer.open(usage(9, 4, 1))
     calls, open_call = 0, False
     for kind, text in plan:
-        if kind in ("reasoning", "content"):
-            events += writer.add(MessageDelta(**{kind: text}))
+        if kind == "reasoning":
+            events += writer.add([("reasoning", text)])
+        elif kind == "content":
+            events += writer.add([("content", text)])
         elif kind == "call" or not open_call:
-            piece = ToolCallDelta(calls, f"call_{calls}", "f", "")
-            events += writer.add(MessageDelta(tool_calls=[piece]))
+            events += writer.add([ToolCallDelta(calls, f"call_{calls}", "f", "")])
             calls += 1
         else:
-            piece = ToolCallDelta(calls - 1, None, None, text)
-            events += writer.add(MessageDelta(tool_calls=[piece]))
+            events += writer.add([ToolCallDelta(calls - 1, None, None, text)])
         open_call = kind in ("call", "arguments")
     events += writer.close(reason, stop, usage(9, 4, 7))
     return events, writer.message
@@ -265,7 +265,7 @@ def replayed(events: list[Event]) -> dict[str, Any]:
     return message
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps, st.sampled_from(["stop", "length"]))
 def test_events_add_up_to_the_message(plan: list[tuple[str, str]], reason: str) -> None:
     events, message = written(plan, reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from pydantic import BaseModel, TypeAdapter
 
 from jaxinfer.errors import JaxinferError
 from serving.errors import BadField, NotFound
+from serving.http.answer import Segment
 from serving.http.body import validate
 from serving.http.dialects import Event
 from serving.http.responses_events import ResponseWriter, new_response, usage
-from serving.http.responses_request import ResponsesRequest, to_chat
+from serving.http.responses_request import LOGPROBS, ResponsesRequest, to_chat
 from serving.http.responses_store import ResponseStore, owner_of
 from serving.http.schemas import ChatRequest
-from serving.parsers import MessageDelta, ToolCallDelta
+from serving.parsers import ToolCallDelta
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER = {
@@ -75,8 +77,6 @@ def test_fields_have_their_chat_names() -> None:
         parallel_tool_calls=False,
         tools=[WEATHER],
         tool_choice={"type": "function", "name": "weather"},
-        include=["message.output_text.logprobs"],
-        top_logprobs=2,
         reasoning={"effort": "low", "summary": "auto"},
         text={"format": {"type": "text"}},
         truncation="disabled",
@@ -105,10 +105,14 @@ def test_fields_have_their_chat_names() -> None:
         "parallel_tool_calls": False,
         "tools": [{"type": "function", "function": function}],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        "logprobs": True,
-        "top_logprobs": 2,
         "reasoning_effort": "low",
     }
+
+
+def test_logprobs_are_included() -> None:
+    body = chat(include=[LOGPROBS], top_logprobs=2)
+    assert body["logprobs"] is True and body["top_logprobs"] == 2
+    assert chat(include=[LOGPROBS])["top_logprobs"] == 0
 
 
 def test_an_assistants_items_become_one_message() -> None:
@@ -150,6 +154,7 @@ def test_an_assistants_items_become_one_message() -> None:
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": [LOGPROBS], "tools": [WEATHER]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": True}, "max_output_tokens"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
@@ -209,7 +214,7 @@ likely = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.dictionaries(KEYS, likely, max_size=5), max_size=3))
 def test_any_input_is_translated_or_refused(items: list[dict[str, Any]]) -> None:
     try:
@@ -226,43 +231,40 @@ LOGPROB = {"token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []}
 
 
 def written(
-    deltas: list[tuple[MessageDelta, list[Any]]], reason: str = "stop", **body: Any
+    plan: list[tuple[str, str]], reason: str = "stop", **body: Any
 ) -> tuple[list[Event], dict[str, Any]]:
+    """The events and the response of what a model wrote."""
     request = validate({"input": "hi"} | body, ResponsesRequest)
     writer = ResponseWriter(new_response(request, "m"))
     events = writer.open()
-    for delta, logprobs in deltas:
-        events += writer.add(delta, logprobs)
+    for segments, logprobs in steps_of(plan):
+        events += writer.add(segments, logprobs)
     events += writer.close(reason, usage(5, 2, 7, 1), "broken" if reason == "error" else None)
     return events, writer.response
 
 
 texts = st.text(min_size=1, max_size=4)
-steps = st.lists(
+plans = st.lists(
     st.tuples(st.sampled_from(["reasoning", "content", "call", "arguments", "logprob"]), texts),
     max_size=12,
 )
 
 
-def delta_list(plan: list[tuple[str, str]]) -> list[tuple[MessageDelta, list[Any]]]:
-    """One-character deltas as a parser would give them."""
-    out: list[tuple[MessageDelta, list[Any]]] = []
-    calls = 0
+def steps_of(plan: list[tuple[str, str]]) -> Iterator[tuple[list[Segment], list[Any]]]:
+    calls, in_call = 0, False
     for kind, text in plan:
-        logprobs: list[Any] = []
         if kind == "reasoning":
-            delta = MessageDelta(reasoning=text)
+            yield [("reasoning", text)], []
         elif kind == "content":
-            delta, logprobs = MessageDelta(content=text), [LOGPROB]
+            yield [("content", text)], [LOGPROB]
         elif kind == "logprob":
-            delta, logprobs = MessageDelta(), [LOGPROB]
-        elif kind == "call" or not (out and out[-1][0].tool_calls):
-            delta = MessageDelta(tool_calls=[ToolCallDelta(calls, f"call_{calls}", "f", "")])
+            yield [], [LOGPROB]
+        elif kind == "call" or not in_call:
+            yield [ToolCallDelta(calls, f"call_{calls}", "f", "")], []
             calls += 1
         else:
-            delta = MessageDelta(tool_calls=[ToolCallDelta(calls - 1, None, None, text)])
-        out.append((delta, logprobs))
-    return out
+            yield [ToolCallDelta(calls - 1, None, None, text)], []
+        in_call = kind in ("call", "arguments") or (in_call and kind == "logprob")
 
 
 def replayed(events: list[Event]) -> list[dict[str, Any]]:
@@ -287,10 +289,10 @@ def replayed(events: list[Event]) -> list[dict[str, Any]]:
     return output
 
 
-@settings(max_examples=100, deadline=None)
-@given(steps, st.sampled_from(["stop", "length", "abort", "error"]))
+@settings(max_examples=40, deadline=None)
+@given(plans, st.sampled_from(["stop", "length", "abort", "error"]))
 def test_events_are_valid_and_add_up(plan: list[tuple[str, str]], reason: str) -> None:
-    events, response = written(delta_list(plan), reason, tools=[WEATHER], metadata={"a": "b"})
+    events, response = written(plan, reason, tools=[WEATHER], metadata={"a": "b"})
     for event in events:
         strictly(EVENTS, event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -308,7 +310,7 @@ def test_events_are_valid_and_add_up(plan: list[tuple[str, str]], reason: str) -
 
 def test_items_stand_in_the_order_of_the_text() -> None:
     plan = [("content", "a"), ("call", ""), ("arguments", "{}"), ("content", "b")]
-    _, response = written(delta_list(plan))
+    _, response = written(plan)
     kinds = [item["type"] for item in response["output"]]
     assert kinds == ["message", "function_call", "message"]
     assert response["output"][1]["arguments"] == "{}"
@@ -321,7 +323,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
 
 
 def test_what_was_cut_off_is_incomplete() -> None:
-    _, response = written(delta_list([("reasoning", "r"), ("content", "a")]), "length")
+    _, response = written([("reasoning", "r"), ("content", "a")], "length")
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
@@ -329,7 +331,7 @@ def test_what_was_cut_off_is_incomplete() -> None:
 
 def test_an_output_can_be_sent_back() -> None:
     plan = [("reasoning", "r"), ("content", "a"), ("call", ""), ("arguments", "{}")]
-    _, response = written(delta_list(plan))
+    _, response = written(plan)
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat(input=response["output"])["messages"] == [
         {"role": "assistant", "reasoning": "r", "content": "a", "tool_calls": [call]}

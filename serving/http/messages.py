@@ -1,0 +1,118 @@
+"""/v1/messages and its count_tokens, as Anthropic's clients speak it. A dialect of chat completions.
+
+The request becomes a chat job, whose segments become content blocks; whole and streamed come from
+the same steps. Text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxinfer.errors import JaxinferError
+from serving.http.answer import Answer
+from serving.http.body import read_model, validate
+from serving.http.chat import ChatJob, prepare, template_kwargs
+from serving.http.dialects import Event
+from serving.http.errors import JsonResponse, anthropic_error_body, counted, log
+from serving.http.exchange import Failed
+from serving.http.fields import warning_headers
+from serving.http.messages_events import MessageWriter, usage
+from serving.http.messages_request import CountTokensRequest, MessagesRequest, to_chat
+from serving.http.prompts import chat_prompt
+from serving.http.schemas import ChatRequest
+from serving.http.sse import EventStream, event, while_connected
+from serving.service import Service
+
+
+async def create(request: Request) -> Response:
+    """An answer to messages, whole or as events."""
+    service: Service = request.app.state.service
+    with counted(service):
+        body = await read_model(request, MessagesRequest)
+        unknown = body.warnings()
+        job = await prepare(request, service, validate(to_chat(body), ChatRequest), "msg")
+    headers = {"request-id": job.id, **warning_headers(unknown + job.unknown)}
+    if body.stream:
+        return EventStream(_stream(job), service.config.limits.idle_seconds, headers)
+    return JsonResponse(await while_connected(request.receive, _whole(job)), headers=headers)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of the same message would have."""
+    service: Service = request.app.state.service
+    with counted(service):
+        body = await read_model(request, CountTokensRequest)
+        unknown = body.warnings()
+        service.check_model(body.model)
+        chat = validate(to_chat(body), ChatRequest)
+        kwargs, _ = template_kwargs(service, chat)
+        prompt = await chat_prompt(service, chat, tools=chat.tools, template_kwargs=kwargs)
+    answer = {"input_tokens": len(prompt.token_ids)}
+    return JsonResponse(answer, headers=warning_headers(unknown))
+
+
+ROUTES = [
+    Route("/v1/messages", create, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+]
+
+
+# --- generation -------------------------------------------------------------------------------
+
+
+async def _whole(job: ChatJob) -> dict[str, Any]:
+    writer = MessageWriter(job.model)
+    async with aclosing(_events(job, writer, interval=1)) as events:
+        async for _ in events:
+            pass
+    return writer.message
+
+
+async def _stream(job: ChatJob) -> AsyncGenerator[bytes]:
+    """Events as bytes. What fails after the first one ends the stream with an error event."""
+    begun = False
+    writer = MessageWriter(job.model)
+    try:
+        async with aclosing(_events(job, writer, job.service.config.stream_interval)) as steps:
+            async for events in steps:
+                yield _encoded(events)
+                begun = True
+    except Exception as error:
+        if not begun:
+            raise
+        if not isinstance(error, JaxinferError):
+            log.exception("a stream failed")
+        yield _encoded([anthropic_error_body(error)])
+
+
+async def _events(
+    job: ChatJob, writer: MessageWriter, interval: int
+) -> AsyncGenerator[list[Event]]:
+    """Events of each step that has any. Raises Failed for an aborted request: there is no reason for it."""
+    answer, begun = Answer(job), False
+
+    def counts() -> dict[str, int]:
+        total = answer.usage
+        return usage(total.prompt_tokens, answer.cached_tokens, total.completion_tokens)
+
+    async with aclosing(answer.steps(interval)) as steps:
+        async for step in steps:
+            events = [] if begun else writer.open(counts())
+            begun = True
+            events += writer.add(step.segments)
+            if step.finish_reason == "abort":
+                raise Failed("the request was aborted")
+            if step.finish_reason is not None:
+                events += writer.close(step.finish_reason, step.stop_reason, counts())
+            if events:
+                yield events
+
+
+def _encoded(events: Iterable[Event]) -> bytes:
+    return b"".join(event(each, each["type"]) for each in events)
