@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +21,11 @@ from serving.errors import BadField, TooLarge
 from serving.service import Service
 
 IN_THREAD = 1 << 20  # bytes past which parsing would delay other streams
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unclosed one, too: linear
+MAX_CONTAINERS = 1 << 18  # lists and objects in a body
+MAX_VALUES = 1 << 22  # of lists and objects together
+_PIECE = 1 << 20
+_STEP = np.zeros(256, np.int8)
+_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 _QUOTED = 100  # characters of a client's value in a message
 
 
@@ -67,9 +71,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 def parse_json(raw: bytes, max_depth: int) -> Any:
     """The value of a JSON text. Raises BadField."""
-    check_depth(raw, max_depth)
+    check_shape(raw, max_depth)
     try:
-        return json.loads(raw.decode(), parse_constant=_no_constant)
+        return json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise BadField("body", f"body is not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -79,15 +83,56 @@ def parse_json(raw: bytes, max_depth: int) -> Any:
         raise BadField("body", f"body is not valid JSON: {str(error)[:_QUOTED]}") from None
 
 
-def check_depth(raw: bytes, most: int) -> None:
-    """Refuse JSON nested deeper than `most`, in time linear in its length."""
-    if raw.count(b"[") + raw.count(b"{") <= most:
+def check_shape(raw: bytes, most: int) -> None:
+    """Refuse JSON nested deeper than `most`, or of more values than a request needs. Linear, in numpy.
+
+    Parsing holds Python's lock, and a value takes many times the bytes that it is written with.
+    """
+    if raw.count(b"[") + raw.count(b"{") <= most and raw.count(b",") <= MAX_CONTAINERS:
         return
-    marks = np.frombuffer(_STRING.sub(b"", raw), np.uint8)
-    marks = marks[np.isin(marks, list(b"[]{}"))]
-    steps = np.where(np.isin(marks, list(b"[{")), 1, -1)
-    if len(steps) and int(np.cumsum(steps).max()) > most:
-        raise BadField("body", f"body is nested too deeply; at most {most} levels are allowed")
+    scan = _Scan()
+    start = 0
+    while start < len(raw):
+        end = start + _PIECE
+        while raw[end - 1 : end] == b"\\":  # a piece ends behind all of a run of backslashes
+            end += 1
+        scan.take(np.frombuffer(raw[start:end], np.uint8))
+        if scan.deepest > most:
+            raise BadField("body", f"body is nested too deeply; at most {most} levels are allowed")
+        if scan.containers > MAX_CONTAINERS or scan.commas > MAX_VALUES:
+            raise BadField(
+                "body",
+                f"body holds too much; at most {MAX_CONTAINERS} lists and objects and {MAX_VALUES} "
+                "values are allowed",
+            )
+        start = end
+
+
+class _Scan:
+    """Brackets and commas outside of strings, piece by piece."""
+
+    def __init__(self) -> None:
+        self.depth = self.deepest = self.containers = self.commas = 0
+        self._quoted = 0  # 1: a string goes on
+
+    def take(self, data: np.ndarray) -> None:
+        quotes = np.flatnonzero(data == ord('"'))
+        slashes = data == ord("\\")
+        if len(quotes) and slashes.any():  # a quote behind an odd run of them is part of the string
+            places = np.where(slashes, -1, np.arange(len(data), dtype=np.int32))
+            before = np.maximum.accumulate(np.concatenate(([np.int32(-1)], places)))
+            quotes = quotes[(quotes - 1 - before[quotes]) % 2 == 0]
+        flips = np.zeros(len(data), np.uint8)
+        flips[quotes] = 1
+        np.cumsum(flips, dtype=np.uint8, out=flips)
+        outside = ((flips + self._quoted) & 1) == 0
+        steps = _STEP[data] * outside
+        levels = np.cumsum(steps, dtype=np.int32)
+        self.deepest = max(self.deepest, self.depth + int(levels.max()))
+        self.depth += int(levels[-1])
+        self.containers += int(np.count_nonzero(steps == 1))
+        self.commas += int(np.count_nonzero((data == ord(",")) & outside))
+        self._quoted = int(not outside[-1])
 
 
 def validate[M: BaseModel](value: Any, model: type[M]) -> M:
@@ -119,6 +164,13 @@ def _short(value: object) -> bool:
     return isinstance(value, (bool, int, float, type(None))) or (
         isinstance(value, (str, list, dict)) and len(value) <= _QUOTED
     )
+
+
+def _finite(text: str) -> float:
+    """1e999 is JSON, but no answer could repeat it."""
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text:.20} is too large for a number")
+    return value
 
 
 def _no_constant(name: str) -> None:
