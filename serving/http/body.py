@@ -22,7 +22,7 @@ from serving.service import Service
 
 IN_THREAD = 1 << 20  # bytes past which parsing would delay other streams
 MAX_CONTAINERS = 1 << 18  # lists and objects in a body
-MAX_VALUES = 1 << 22  # of lists and objects together
+MAX_VALUES = 1 << 20  # of lists and objects together
 _PIECE = 1 << 20
 _STEP = np.zeros(256, np.int8)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
