@@ -73,8 +73,15 @@ class Profiler:
         with self._lock:
             if self._name is None:
                 raise InvalidRequest("no profile is running; start one first")
-            name, self._name, self._left = self._name, None, 0
+            return self._write(self._name)
+
+    def _write(self, name: str) -> str:
+        """With the lock held: `running` until the files are there."""
+        self._left = 0
+        try:
             jax.profiler.stop_trace()
+        finally:
+            self._name = None
         log.info("profile %s is written", name)
         return name
 
@@ -86,13 +93,11 @@ class Profiler:
                 threading.Thread(target=self._end, args=(self._name,), daemon=True).start()
 
     def _end(self, name: str | None) -> None:
-        try:
-            if self._name == name:
-                self.stop()
-        except InvalidRequest:  # a client was faster
-            log.info("profile %s was stopped before its last step", name)
+        """Write the trace `name`, or any (None), unless somebody has done so."""
+        with self._lock:
+            if self._name is not None and name in (None, self._name):
+                self._write(self._name)
 
     def close(self) -> None:
-        """Write what is being traced, if anything is."""
-        if self.running:
-            self.stop()
+        """Write what is being traced, if anything is; waits for a writer that is at work."""
+        self._end(None)
