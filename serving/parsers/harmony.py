@@ -3,8 +3,8 @@
 analysis is reasoning, final and commentary are content; a message to a function is a tool call if
 the request has tools (else it is content like its channel), its text the arguments. Messages of a
 kind are joined by a line break. The channels alone decide: there is no way to switch thinking off.
-Text outside of any message is content. Must never let a header into the text, nor text into a
-header. Chosen by registry.py.
+Text outside of any message is content, also what a header without a message holds beyond a header's
+words. Must never let a whole header into the text. Chosen by registry.py.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 class Header:
     channel: str = "final"
     recipient: str = ""
+    rest: str = ""  # words that belong in no header
 
     def read(self, marker: str, text: str) -> None:
         """Take in what follows <|start|>, <|channel|> or <|constrain|>."""
         if marker == START:
-            self.channel, self.recipient = "final", ""
+            self.channel, self.recipient, self.rest = "final", "", ""
         elif marker == CHANNEL:
-            self.channel = (text.split(maxsplit=1) or ["final"])[0]
+            self.channel, *rest = text.split(maxsplit=1) or ["final"]
+            self.rest = "".join(rest)
         if found := _RECIPIENT.search(text):
-            self.recipient = found.group(1)
+            self.recipient, self.rest = found.group(1), ""
 
 
 class _Reader:
@@ -52,17 +54,25 @@ class _Reader:
         header, within = _header_of(prompt)
         if within:
             yield from self._body(header)
+            header = Header()
         elif not header.recipient:
             yield from self._recipient(header)
-        while (marker := (yield from out.until(self._wanted, self._content))) is not None:
+
+        def stray(text: str) -> None:
+            out.content(header.rest + text)
+            header.rest = ""
+
+        while (marker := (yield from out.until(self._wanted, stray))) is not None:
             out.take(len(marker))
+            if marker in (START, *ENDS):
+                stray("")
             if marker == MESSAGE:
                 yield from self._body(header)
-                header = Header()
-            elif marker in ENDS:
+            if marker == MESSAGE or marker in ENDS:
                 header = Header()
             else:
                 header.read(marker, (yield from out.word(_HEADER)))
+        stray("")
 
     def _recipient(self, header: Header) -> Wait[None]:
         """After the prompt's `<|start|>assistant` the model may go on with ` to=NAME`."""
@@ -82,7 +92,7 @@ class _Reader:
         name = header.recipient.removeprefix(FUNCTIONS) if self._tools else ""
         called = bool(name) and header.recipient.startswith(FUNCTIONS)
         out.in_reasoning = header.channel == "analysis" and not called
-        sink: Sink = self._reason if out.in_reasoning else self._content
+        sink: Sink = out.reason if out.in_reasoning else out.content
         empty = True
         if called:
             out.begin_call(name)
@@ -101,7 +111,6 @@ class _Reader:
             out.take(len(marker))  # out of place: it says nothing
         if called and empty and marker is not None:
             out.arguments("{}")
-        out.truncated_reasoning = out.in_reasoning and marker is None and not empty
         if marker in ENDS:
             out.take(len(marker or ""))
             yield from out.skip_space()
@@ -112,12 +121,6 @@ class _Reader:
         if kind in self._said:
             sink("\n")
         self._said.add(kind)
-
-    def _reason(self, text: str) -> None:
-        self._out.reason(text)
-
-    def _content(self, text: str) -> None:
-        self._out.content(text)
 
 
 def harmony(prompt: str, tools: bool) -> Grammar:

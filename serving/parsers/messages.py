@@ -26,7 +26,7 @@ class MessageDelta:
     reasoning: str = ""
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    truncated_reasoning: bool = False  # only from finish(): see serving.parsers.reasoning
+    truncated_reasoning: bool = False  # only from finish(): reasoning, and no answer after it
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls or self.truncated_reasoning)

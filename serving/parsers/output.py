@@ -28,7 +28,7 @@ class Edge:
     def __init__(self, emit: Callable[[str], object], lead: str = "", hold: str = "") -> None:
         self._emit, self._lead, self._hold = emit, lead, hold
         self._held: list[str] = []
-        self._started = False  # something was emitted
+        self.said = False  # something but white space was emitted
         self._bare = False  # nothing was emitted since the last marker
 
     def feed(self, text: str) -> None:
@@ -41,14 +41,15 @@ class Edge:
         if body:
             self._emit("".join((*self._held, body)))
             self._held.clear()
-            self._started, self._bare = True, False
+            self.said = self.said or not body.isspace()
+            self._bare = False
         if len(body) < len(text):
             self._held.append(text[len(body) :])
 
     def marker(self, lead: str) -> None:
         """A marker is here: a text that starts after it loses its `lead` characters."""
         self._held.clear()
-        self._lead = "" if self._started else lead
+        self._lead = "" if self.said else lead
         self._bare = True
 
     def end(self) -> None:
@@ -71,7 +72,6 @@ class Output(Scanner):
         super().__init__()
         self.special = special
         self.in_reasoning = False
-        self.truncated_reasoning = False
         self.new_id: Callable[[], str] = call_id
         self.calls = 0
         self._parallel = parallel
@@ -175,7 +175,8 @@ class OutputParser:
         self._out.reason_edge.end()
         self._out.content_edge.end()
         delta = self._out.collect()
-        delta.truncated_reasoning = self._out.truncated_reasoning
+        answered = self._out.content_edge.said or self._out.calls
+        delta.truncated_reasoning = self._out.reason_edge.said and not answered
         return delta
 
     def _advance(self) -> None:

@@ -6,8 +6,9 @@ The written rule, the same streaming and not:
      repeats there is dropped. Else it is reasoning if the text starts with `<think>`.
   3. The first `</think>` ends it. What follows is content, where tool calls are looked for; in
      reasoning they are not. `</think>` at the very start just goes away.
-  4. An output that ends before `</think>` stays reasoning, for it may have been sent already; if
-     there is text, finish() says `truncated_reasoning`, so an empty content is never silent.
+  4. An output that ends before `</think>` stays reasoning, for it may have been sent already. If
+     there is reasoning and then neither content nor a tool call, finish() says so with
+     `truncated_reasoning`: an empty content is never silent.
   5. Line breaks next to a marker belong to it: both ends of the reasoning and the start of the
      content lose theirs. Other white space stays. Without a marker nothing is dropped, but line
      breaks at the start of reasoning that the prompt opened.
@@ -53,17 +54,9 @@ def think(opened: bool, answer: Grammar) -> Grammar:
 def _reasoning(out: Output) -> Wait[None]:
     out.in_reasoning = True
     wanted = markers(frozenset((CLOSE, *out.special)))
-    some = False
-
-    def reason(text: str) -> None:
-        nonlocal some
-        some = some or not text.isspace()
-        out.reason(text)
-
-    while (marker := (yield from out.until(wanted, reason))) not in (CLOSE, None):
+    while (marker := (yield from out.until(wanted, out.reason))) not in (CLOSE, None):
         out.take(len(str(marker)))
     if marker is None:
-        out.truncated_reasoning = some
         return
     out.take(len(CLOSE))
     out.reason_edge.marker("")

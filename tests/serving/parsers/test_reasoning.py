@@ -28,7 +28,8 @@ THINK: list[tuple[str, str, str | None, str, bool]] = [
     (OPEN, "\n\n</think>\n\n", None, "", False),
     (OPEN, "r\n\nq\n</think>\n\na\n\nb\n", "r\n\nq", "a\n\nb\n", False),
     (OPEN, "<think>\nr\n</think>\n    code", "r", "    code", False),
-    (OPEN, "r</think>", "r", "", False),
+    (OPEN, "r</think>", "r", "", True),
+    (OPEN, "r</think> \n", "r", " \n", True),
     (OPEN, "r\n", "r\n", "", True),
     (OPEN, "r </thin", "r </thin", "", True),
     (OPEN, "  x < y</think>a</think>b", "  x < y", "a</think>b", False),
@@ -98,7 +99,8 @@ HARMONY: list[tuple[str, str | None, str | None, Calls, bool]] = [
      "Hi <b>\n", [], False),
     (f"{FINAL}Hi", None, "Hi", [], False),
     (f"{ANALYSIS}only", "only", "", [], True),
-    (f"{ANALYSIS}only<|end|>", "only", "", [], False),
+    (f"{ANALYSIS}only<|end|>", "only", "", [], True),
+    ("<|channel|>final It is 5 < 6<|return|>", None, "It is 5 < 6", [], False),
     (harmony(f"{ANALYSIS}r<|end|>", f'{TO_NOW}{{"a": {{}}}}<|call|>'), "r", None,
      [("now", '{"a": {}}')], False),
     (f'{TO_WRITE}{{"text": "é \\"x\\""}}<|call|>', None, None,
@@ -111,10 +113,10 @@ HARMONY: list[tuple[str, str | None, str | None, Calls, bool]] = [
     (harmony(f"{ANALYSIS}a<|end|>", f"{ANALYSIS}b<|end|>", f"{FINAL}c<|end|>", f"{FINAL}d"), "a\nb",
      "c\nd", [], False),
     (f"{ANALYSIS}r{FINAL}a", "r", "a", [], False),
-    (f"{ANALYSIS}r<|end|><|start|>assistant<|channel|>fin", "r", "", [], False),
+    (f"{ANALYSIS}r<|end|><|start|>assistant<|channel|>fin", "r", "", [], True),
     ("no channel at all", None, "no channel at all", [], False),
     ("to=him or her", None, "to=him or her", [], False),
-    ("<|channel|>analysis to=browser.search<|message|>q<|call|>", "q", "", [], False),
+    ("<|channel|>analysis to=browser.search<|message|>q<|call|>", "q", "", [], True),
     ("", None, "", [], False),
 ]  # fmt: skip
 
@@ -137,6 +139,7 @@ def test_harmony_goes_on_within_the_prompts_message() -> None:
         (start + FINAL + "Hel", "lo", (None, "lo", [], False)),
         (start + ANALYSIS, f"r<|end|>{start}{FINAL}a", ("r", "a", [], False)),
         (start + TO_NOW, "{}", (None, None, [("now", "{}")], False)),
+        (start + TO_NOW, f"{{}}<|call|>{FINAL}a", (None, "a", [("now", "{}")], False)),
         (start + "<|channel|>analysis", "<|message|>r", ("r", "", [], True)),
     ):
         for pieces in ([text], list(text)):
