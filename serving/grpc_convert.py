@@ -11,7 +11,7 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from jaxinfer.errors import InvalidRequest
-from jaxinfer.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxinfer.types import MAX_TOKEN_LIST, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from serving.config import Limits
 from serving.errors import BadField
 
@@ -57,11 +57,13 @@ def sampling_params(p: pb.SamplingParams, limits: Limits) -> SamplingParams:
     """
     if p.n > limits.outputs:
         raise BadField("n", f"n={p.n} is out of range [1, {limits.outputs}]")
-    if len(p.stop) > limits.stop_strings:
-        raise BadField(
-            "stop",
-            f"stop has {len(p.stop)} strings; at most {limits.stop_strings} are allowed",
-        )
+    for name, most in (
+        ("stop", limits.stop_strings),
+        ("stop_token_ids", MAX_TOKEN_LIST),
+        ("logit_bias", MAX_TOKEN_LIST),
+    ):
+        if (count := len(getattr(p, name))) > most:  # before anything copies it
+            raise BadField(name, f"{name} has {count} entries; at most {most} are allowed")
 
     def optional(name: Any) -> Any:
         return getattr(p, name) if p.HasField(name) else None

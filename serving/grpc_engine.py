@@ -9,7 +9,6 @@ end by cancellation, by Abort or by their deadline, each within a step. Called b
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -133,6 +132,12 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         raise BadField("input", "input is missing; give tokenized.input_ids or text")
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        most = self._service.config.limits.queued_requests
+        if len(request.request_ids) > most:
+            raise BadField(
+                "request_ids",
+                f"request_ids has {len(request.request_ids)} ids; at most {most} are allowed",
+            )
         for request_id in request.request_ids:
             if request_id in self._arriving:
                 self._arriving[request_id] = True
@@ -210,26 +215,23 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        if named := [field.name for field, _ in request.ListFields()]:
-            raise BadField(
-                named[0],
-                f"{', '.join(named)} cannot be set by a client; the server's --profile-dir says where",
-            )
-        return await self._profile("start")
+        for field, _ in request.ListFields():
+            if field.name != "num_steps":
+                raise BadField(field.name, f"{field.name} cannot be set here; leave it out")
+        steps = request.num_steps if request.HasField("num_steps") else None
+        name = await self._service.in_thread(self._profiler().start, steps)
+        return common_pb2.ProfileResponse(success=True, message=f"profile {name} begins")
 
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        return await self._profile("stop")
+        name = await self._service.in_thread(self._profiler().stop)
+        return common_pb2.ProfileResponse(success=True, message=f"profile {name} is written")
 
-    async def _profile(self, verb: str) -> common_pb2.ProfileResponse:
-        profiler = self._service.profiler
-        if profiler is None:
+    def _profiler(self) -> Any:
+        if self._service.profiler is None:
             raise Precondition("profiling is off; start the server with --profile-dir")
-        result = getattr(profiler, verb)()
-        if inspect.isawaitable(result):
-            await result
-        return common_pb2.ProfileResponse(success=True, message=f"profile: {verb}")
+        return self._service.profiler
 
 
 async def _check_end(item: RequestOutput, end: float, context: Context) -> None:

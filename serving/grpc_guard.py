@@ -6,8 +6,6 @@ Nothing leaves the server as UNKNOWN, and no text that was not written for clien
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
@@ -18,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from jaxinfer.errors import InvalidRequest
 from serving.errors import Unauthenticated, message, wire
+from serving.http.auth import Keys
 from serving.service import Service
 
 log = logging.getLogger("jaxinfer.grpc")
@@ -40,24 +39,6 @@ async def refuse(context: Context, error: Exception) -> None:
         log.error("an RPC failed", exc_info=error)
     trailers = getattr(error, "trailers", ())
     await context.abort(code, message(error)[:MAX_DETAILS], trailers)
-
-
-class Keys:
-    """Bearer tokens, kept as digests."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def has(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether `authorization: Bearer KEY` names one of them; takes as long for any wrong key."""
-        value = next((v for k, v in metadata if k == "authorization"), "")
-        scheme, _, key = str(value).partition(" ")
-        digest = hashlib.sha256(key.strip().encode(errors="surrogateescape")).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(found) and scheme.lower() == "bearer"
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -94,9 +75,22 @@ class Guard(grpc.aio.ServerInterceptor):
     def _allowed(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         if method.startswith(HEALTH):
             return True
+        given = [str(value) for key, value in metadata if key == "authorization"]
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        known = scheme.lower() == "bearer"
         if self._admin and method in self._admin_methods:
-            return self._admin.has(metadata)
-        return self._open or self._any.has(metadata)
+            return known and key.strip() in self._admin
+        return self._open or (known and key.strip() in self._any)
+
+
+async def _write(context: Context, reply: Any) -> bool:
+    """Send a message; False if the client has left, which may be known before the RPC is cancelled."""
+    try:
+        await context.write(reply)
+    except grpc.aio.BaseError as error:
+        log.debug("a client left: %s", error)
+        return False
+    return True
 
 
 def _guarded(
@@ -141,7 +135,8 @@ def _guarded(
         try:
             async with aclosing(behavior(request, context)) as replies:
                 async for reply in replies:
-                    await context.write(reply)
+                    if not await _write(context, reply):
+                        return
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

@@ -34,8 +34,9 @@ class Health(health_pb2_grpc.HealthServicer):
         service.on_phase.append(self._on_phase)
 
     def close(self) -> None:
-        """Follow the service no longer."""
-        self._service.on_phase.remove(self._on_phase)
+        """Follow the service no longer; again is fine."""
+        if self._on_phase in self._service.on_phase:
+            self._service.on_phase.remove(self._on_phase)
 
     def _on_phase(self, _: Phase) -> None:
         for watcher in self._watchers:
