@@ -1,0 +1,245 @@
+"""The status page: what it shows adds up, it holds no text, and a browser can draw it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import subprocess
+from base64 import b64encode
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from jaxinfer.cache import CacheSpec, PagePool, PrefixTree, Scope
+from jaxinfer.cache.tree import NodeView
+from jaxinfer.engine import Engine
+from serving.config import ServerConfig
+from serving.http import status
+from serving.http.status import MAX_RUNS, Status, namespaces
+from serving.http_server import build_app
+from serving.metrics import Metrics
+from serving.service import Service
+from tests.serving.live import LiveServer
+
+SECRET = "my diary says hello"
+BROWSER = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom",
+)  # fmt: skip
+
+
+def complete(url: str, prompt: Any, **more: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True, **more}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# --- the data -----------------------------------------------------------------------------------
+
+
+def test_data_while_the_model_loads():
+    service = Service(ServerConfig(model="m"))
+    service.metrics = Metrics(service)
+    with TestClient(build_app(service)) as client:
+        data = client.get("/status.json").json()
+    assert (data["phase"], data["models"], data["in_flight"]) == ("starting", ["m"], 0)
+    assert data["latency"]["ttft"] == {"count": 0, "p50": None, "p95": None, "p99": None}
+    assert "kinds" not in data
+
+
+def test_data_adds_up_and_holds_no_text(server: LiveServer, monkeypatch):
+    monkeypatch.setattr(status, "FRESH_SECONDS", 0.0)
+    before = httpx.get(f"{server.url}/status.json").json()
+    prompt = list(range(5, 45))
+    for _ in range(2):
+        complete(server.url, prompt, max_tokens=8)
+    text = complete(server.url, SECRET, max_tokens=8)["choices"][0]["text"]
+    server.settle()
+    answer = httpx.get(f"{server.url}/status.json")
+    assert answer.headers["cache-control"] == "no-store"
+    assert SECRET not in answer.text and "diary" not in answer.text
+    assert not text or text not in answer.text
+    data = answer.json()
+    assert data["phase"] == "ready" and data["models"] == ["tiny"]
+    assert data["running"] == data["waiting"] == data["in_flight"] == 0
+    assert data["tokens"]["output"] - before["tokens"]["output"] == 24
+    assert data["finished"]["length"] - before["finished"]["length"] == 3
+    for name in ("ttft", "itl", "e2e"):
+        shown = data["latency"][name]
+        assert shown["count"] > before["latency"][name]["count"]
+        assert 0 < shown["p50"] <= shown["p95"] <= shown["p99"] < 100
+    for kind in data["kinds"]:
+        assert kind["free"] + kind["evictable"] + kind["protected"] == kind["total"]
+        assert kind["protected"] == 0
+    assert len(data["throughput"]["sampled"]) == len(data["throughput"]["computed"]) == 149
+    assert sum(space["pages"] for space in data["tree"]) <= data["kinds"][0]["evictable"]
+    assert any(run["tokens"] >= 16 for space in data["tree"] for run in space["runs"])
+    assert data["prefix"]["prefix_hits"] >= 32
+
+
+def test_one_look_serves_all_who_ask_and_a_stalled_engine_is_told(tiny_engine: Engine, monkeypatch):
+    monkeypatch.setattr(status, "TREE_SECONDS", 0.05)
+    asked = []
+
+    async def never(limit: int) -> list[NodeView]:
+        asked.append(limit)
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(tiny_engine, "prefix_tree", never)
+
+    async def look() -> list[dict[str, Any]]:
+        service = Service(ServerConfig(model="m"))
+        service.attach(tiny_engine)
+        shown = Status(service)
+        return await asyncio.gather(*(shown.data() for _ in range(10)))
+
+    answers = asyncio.run(asyncio.wait_for(look(), 20))
+    assert [answer["tree"] for answer in answers] == [None] * 10
+    assert len(asked) == 1
+
+
+# --- the tree -----------------------------------------------------------------------------------
+
+
+def grow(seed: int, spaces: int = 2, prompts: int = 30) -> PrefixTree:
+    """A tree of random prompts over two tokens, so that they branch; the last prompt stays held."""
+    rng = random.Random(seed)
+    spec = CacheSpec("full", Scope.TOKEN, (0,), (), 1, 0)
+    tree = PrefixTree([spec], 2, [PagePool(2000)])
+    for i in range(prompts):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 30))]
+        namespace = ("salt of somebody", rng.randrange(spaces))
+        held = tree.lock(tree.match(namespace, tokens, limit=len(tokens) - 1))
+        pages = tree.allocate(0, -(-len(tokens) // 2) - held.end(0))
+        assert pages is not None
+        held.pages[0] += pages
+        tree.insert(namespace, tokens, len(tokens), held)
+        if i < prompts - 1:
+            tree.release(held)
+    return tree
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_cover_the_tree(seed, monkeypatch):
+    monkeypatch.setattr(status, "MAX_RUNS", 10_000)
+    tree = grow(seed)
+    views = tree.top(10_000)
+    assert len([v for v in views if v.parent >= 0]) == tree.cached(0)
+    assert sum(v.in_use for v in views) == tree.cached(0) - tree.evictable(0)
+    spaces = namespaces(views, 2)
+    assert sum(space["pages"] for space in spaces) == tree.cached(0)
+    for space in spaces:
+        assert space["complete"]
+        assert sum(run["tokens"] for run in space["runs"]) == 2 * space["pages"]
+        assert max(run["start"] + run["tokens"] for run in space["runs"]) == space["depth"]
+        for place, run in enumerate(space["runs"]):
+            assert run["parent"] < place
+            above = (
+                space["runs"][run["parent"]] if run["parent"] >= 0 else {"start": 0, "tokens": 0}
+            )
+            assert run["start"] == above["start"] + above["tokens"]
+    assert "salt" not in json.dumps(spaces)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 50])
+def test_a_look_is_bounded_and_says_what_it_left_out(limit):
+    tree = grow(1)
+    views = tree.top(limit)
+    assert len(views) == min(limit, tree.cached(0) + 2)
+    assert all(view.parent < place for place, view in enumerate(views))
+    spaces = namespaces(views, 2)
+    assert not all(space["complete"] for space in spaces)
+    assert all(len(space["runs"]) <= MAX_RUNS for space in spaces)
+    assert PrefixTree(tree.specs, 2, [PagePool(4)]).top(limit) == []
+
+
+def test_only_so_many_runs_are_drawn():
+    root, wide = NodeView(-1, 500, False), [NodeView(0, 1, False)] * 500
+    below = [NodeView(i, 0, False) for i in range(1, 501)]
+    (space,) = namespaces([root, *wide, *below], 4)
+    assert space["pages"] == 1000 and space["complete"] and len(space["runs"]) == MAX_RUNS
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: LiveServer):
+    answer = httpx.get(f"{server.url}/status")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    script = answer.text.partition("<script>")[2].partition("</script>")[0]
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
+    assert answer.text.count("<script") == 1
+    rest = answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert not any(sign in rest for sign in ("://", "src=", "href=", "@import", "innerHTML"))
+
+
+def test_with_keys_the_page_is_open_and_the_data_is_not():
+    service = Service(ServerConfig(model="secret-model", api_keys=("key",)))
+    with TestClient(build_app(service)) as client:
+        page = client.get("/status")
+        assert page.status_code == 200 and "secret-model" not in page.text
+        assert client.get("/status.json").status_code == 401
+        good = client.get("/status.json", headers={"authorization": "Bearer key"})
+        assert good.json()["models"] == ["secret-model"]
+
+
+# --- in a browser -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Iterator[Any]:
+    """`browse(url)`: the page's DOM after five seconds in headless Chromium."""
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
+    )
+    if program is None:
+        pytest.fail("tests of the status page need Chromium on PATH")
+
+    def dump(url: str) -> str:
+        done = subprocess.run(
+            [program, *BROWSER, f"--user-data-dir={tmp_path / 'profile'}", url],
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "Content Security Policy" not in done.stderr, (
+            "it stopped something of the page's own"
+        )
+        return done.stdout
+
+    yield dump
+
+
+@pytest.mark.clients
+def test_a_browser_draws_it(server: LiveServer, browse):
+    complete(server.url, list(range(5, 45)), max_tokens=8)
+    dom = browse(f"{server.url}/status")
+    assert "<title>tiny: ready</title>" in dom and 'data-phase="ready"' in dom
+    assert 'aria-label="full: 0 in use' in dom
+    assert 'class="kept" x=' in dom and "Namespace 1: " in dom  # bars of the prefix tree
+    assert "Tokens drawn in the last 5 minutes" in dom and "<polyline" in dom
+    assert "Ended: length" in dom and '<section id="login" hidden' in dom
+
+
+@pytest.mark.clients
+def test_a_browser_asks_for_the_key(tiny_engine: Engine, browse):
+    live = LiveServer(ServerConfig(model="tiny", port=0, api_keys=("key",)), tiny_engine)
+    try:
+        dom = browse(f"{live.url}/status")
+    finally:
+        live.close()
+    assert "key needed" in dom and '<section id="login" hidden' not in dom
+    assert "<polyline" not in dom
