@@ -16,7 +16,17 @@ from jaxinfer.config import engine_config
 from jaxinfer.errors import ConfigError
 from serving.config import Limits, ServerConfig
 from serving.options import Flag
-from serving.server_options import FIXED_FLAGS, GROUPS, LIMITS, OFF, SERVE_ENGINE, SERVER, Port
+from serving.parsers import check_parsers
+from serving.server_options import (
+    ENGINE_DEFAULTS,
+    FIXED_FLAGS,
+    GROUPS,
+    LIMITS,
+    OFF,
+    SERVE_ENGINE,
+    SERVER,
+    Port,
+)
 
 Layer = dict[str, dict[str, Any]]  # group -> field -> value
 
@@ -72,9 +82,11 @@ def _build(server: dict[str, Any], limits: dict[str, Any], engine: dict[str, Any
         server["chat_template"] = _template(server["chat_template"])
     server = {k: tuple(v) if isinstance(v, list) else v for k, v in server.items()}
     # Wrong engine options are refused here, before a port is opened.
-    options = asdict(engine_config(**{"warmup": "eager"} | engine))
+    options = asdict(engine_config(**dict(ENGINE_DEFAULTS) | engine))
     options = {name: value for name, value in options.items() if value is not None}
-    return ServerConfig(**server, engine=options, limits=Limits(**limits))
+    config = ServerConfig(**server, engine=options, limits=Limits(**limits))
+    check_parsers(config.tool_call_parser, config.reasoning_parser)
+    return config
 
 
 def _check_key(field: str, key: str) -> None:

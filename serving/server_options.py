@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NewType
 
 import typer
 
-from jaxinfer.config import FIXED
+from jaxinfer.config import FIXED, EngineConfig
 from jaxinfer.errors import ConfigError
+from serving.config import Limits, ServerConfig
 from serving.options import ENGINE, READERS, Flag
+from serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
+# A server compiles all before it says that it is ready.
+ENGINE_DEFAULTS: Mapping[str, Any] = {"warmup": "eager"}
 OFF = "none"  # typed as a port: no such port
 Port = NewType("Port", int)
 
@@ -44,10 +48,24 @@ def read_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _with_defaults(kind: Any, flags: tuple[Flag, ...], **other: Any) -> tuple[Flag, ...]:
+    """The flags, whose help tells the default where it is a number or a word."""
+    defaults = {f.name: f.default for f in fields(kind)} | other
+    shown = {
+        name: f"{value:g}" if isinstance(value, float) else value
+        for name, value in defaults.items()
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    }
+    return tuple(
+        replace(f, help=f"{f.help}  (default: {shown[f.field]})") if f.field in shown else f
+        for f in flags
+    )
+
+
 READERS[Port] = {"parser": read_port, "metavar": "PORT"}
 READERS[dict] = {"parser": read_object, "metavar": "JSON"}
 
-SERVER = (
+_SERVER = (
     Flag(
         "model",
         str,
@@ -60,9 +78,9 @@ SERVER = (
         "name that requests may use; repeatable, the first is reported",
     ),
     Flag("chat_template", str, "file that replaces the chat template, or the Jinja text itself"),
-    Flag("host", str, "address of both ports  (default: 127.0.0.1, this machine only)"),
-    Flag("port", Port, f"HTTP port, 0 for any free one, {OFF} for no HTTP  (default: 8000)"),
-    Flag("grpc_port", Port, f"gRPC port, 0 for any free one  (default: {OFF})"),
+    Flag("host", str, "address of both ports; the default is for this machine only"),
+    Flag("port", Port, f"HTTP port, 0 for any free one, {OFF} for no HTTP"),
+    Flag("grpc_port", Port, "gRPC port, 0 for any free one; without it no gRPC"),
     Flag(
         "api_keys",
         list[str],
@@ -79,8 +97,12 @@ SERVER = (
     Flag("ssl_keyfile", str, "private key (PEM): TLS on both ports"),
     Flag("ssl_certfile", str, "certificate chain (PEM)"),
     Flag("ssl_ca_certs", str, "clients must show a certificate that this authority signed (PEM)"),
-    Flag("tool_call_parser", str, "how the model writes tool calls"),
-    Flag("reasoning_parser", str, "how the model marks its reasoning"),
+    Flag("tool_call_parser", str, f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}"),
+    Flag(
+        "reasoning_parser",
+        str,
+        f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}",
+    ),
     Flag(
         "enable_auto_tool_choice",
         bool,
@@ -107,7 +129,7 @@ SERVER = (
     Flag("stats_interval", float, "seconds between log lines with the load; 0 is none"),
 )
 
-LIMITS = (
+_LIMITS = (
     Flag("body_bytes", int, "bytes of an HTTP body or a gRPC message", "--max-body-bytes"),
     Flag("json_depth", int, "nesting of a JSON body", "--max-json-depth"),
     Flag("prompts", int, "prompts in one request", "--max-prompts-per-request"),
@@ -128,11 +150,13 @@ LIMITS = (
     Flag("connections", int, "HTTP connections at once", "--max-connections"),
 )
 
+SERVER, LIMITS = _with_defaults(ServerConfig, _SERVER), _with_defaults(Limits, _LIMITS)
 # There are no sampling flags here, so --seed is free for the engine's.
-SERVE_ENGINE = tuple(
+_ENGINE = tuple(
     replace(f, name="--seed", aliases=("--engine-seed", *f.aliases)) if f.field == "seed" else f
     for f in ENGINE
 )
+SERVE_ENGINE = _with_defaults(EngineConfig, _ENGINE, **ENGINE_DEFAULTS)
 
 # Names for what other flags say.
 COMPATIBLE = (

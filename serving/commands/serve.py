@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer.errors import ConfigError
 from serving.options import with_options
 from serving.server_options import GROUPS
 
@@ -47,10 +46,7 @@ def serve(
     if print_config:
         print(to_yaml(resolved), end="")
         return 0
-    try:
-        from serving.server import run
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs the package {error.name}: pip install 'jaxinfer[serve]'"
-        ) from None
+
+    from serving.server import run
+
     return run(resolved)

@@ -16,7 +16,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import CompletionOutput, RequestOutput, SamplingParams
 from serving.cli import main
-from serving.commands import bench, chat, convert, crosscheck, doctor, generate
+from serving.commands import bench, chat, convert, crosscheck, doctor, generate, serve
 from serving.options import ENGINE, SAMPLING, Flag
 
 # Field -> what is typed, and what the field then holds: never the default.
@@ -133,7 +133,7 @@ def test_an_engine_flag_arrives(
     assert SamplingParams(temperature=0.25, max_tokens=128) == RecordingLLM.params
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "crosscheck", "bench offline"])
+@pytest.mark.parametrize("command", ["generate", "chat", "crosscheck", "bench offline", "serve"])
 def test_help_names_every_engine_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -141,10 +141,11 @@ def test_help_names_every_engine_flag(
     assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
     for flag in ENGINE:
-        assert flag.spelling.split("/")[0] in out
+        for name in (flag.spelling, *flag.aliases):
+            assert name.strip(" /").split("/")[0] in out
 
 
-@pytest.mark.parametrize("module", [generate, chat, convert, crosscheck, doctor, bench])
+@pytest.mark.parametrize("module", [generate, chat, convert, crosscheck, doctor, bench, serve])
 def test_commands_read_all_their_parameters(module: Any) -> None:
     """No option is parsed and ignored: each parameter of a command is read in its body."""
     tree = ast.parse(Path(inspect.getfile(module)).read_text())

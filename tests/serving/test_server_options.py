@@ -233,6 +233,7 @@ def test_the_models_own_tokenizer_may_be_named(
         (["m", "--context-length", "9", "--max-model-len", "8"], ["--context-length", "give one"]),
         (["m", "--disable-log-stats", "--stats-interval", "5"], ["--stats-interval=5", "one"]),
         (["m", "--skip-server-warmup", "--warmup", "eager"], ["--warmup", "eager"]),
+        (["m", "--tool-call-parser", "hermes2"], ["tool_call_parser='hermes2'", "hermes"]),
         (["m", "--max-model-length", "5"], ["--max-model-length is unknown", "--max-model-len?"]),
         (["m", "--max_num_seqs", "5"], ["--max_num_seqs is unknown", "--max-num-seqs?"]),
         (["m", "--zzz"], ["--zzz is unknown", "jaxinfer serve --help"]),
