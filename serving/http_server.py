@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 
@@ -24,7 +25,7 @@ from serving.http import (
     tokens,
 )
 from serving.http.auth import guard
-from serving.http.errors import HANDLERS
+from serving.http.errors import HANDLERS, on_http_error
 from serving.http.openapi import openapi_route
 from serving.http.protocol import BoundedHttp
 from serving.service import Service
@@ -45,7 +46,11 @@ def build_app(service: Service) -> Starlette:
     routes.append(openapi_route(routes))
     # Starlette would raise again what a handler of Exception has answered; its middleware does not.
     handlers = Middleware(ExceptionMiddleware, handlers=HANDLERS)
-    app = Starlette(routes=guard(routes, admin.ROUTES, service.config), middleware=[handlers])
+    app = Starlette(
+        routes=guard(routes, admin.ROUTES, service.config),
+        middleware=[handlers],
+        exception_handlers={HTTPException: on_http_error},  # else Starlette answers in plain text
+    )
     app.router.redirect_slashes = False  # one path is one route
     app.state.service = service
     return app
