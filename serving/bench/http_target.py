@@ -172,8 +172,11 @@ def _take(event: dict[str, Any], chat: bool, now: float, record: Record) -> None
         if not isinstance(text, str) or not isinstance(ids, list):
             raise TypeError("text is no string, or token_ids no list")
         other = part.get("reasoning") or part.get("reasoning_content") or part.get("tool_calls")
-        # An event that shows nothing may still carry a token, whose text is held back.
+        # An event that shows nothing may still carry a token, whose text is held back. But where
+        # only the last event has a count, it tells nothing of that event.
+        told_before = record.completion_tokens is not None
         rose = count is not None and count > (record.completion_tokens or 0)
+        rose = rose and (told_before or choice.get("finish_reason") is None)
         if text or ids or other or rose:
             record.output(now, text, ids, count)
         record.finish_reason = choice.get("finish_reason") or record.finish_reason

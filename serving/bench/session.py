@@ -42,7 +42,7 @@ async def measure(
         server = await target.describe()
         vocab_size = _vocab_size(data, server) if kind == "ids" else None
         load = conversations(data, vocab_size)
-        _check(load, target_settings, traffic)
+        _check(load, target_settings, traffic, data)
         if traffic.num_warmups:
             # Another seed, so that synthetic prompts are not found in the prefix cache later.
             other = conversations(replace(data, seed=-1 - data.seed), vocab_size)
@@ -71,13 +71,19 @@ def _vocab_size(data: DataSettings, server: Server) -> int:
     return size
 
 
-def _check(load: list[Conversation], target: TargetSettings, traffic: TrafficSettings) -> None:
+def _check(
+    load: list[Conversation], target: TargetSettings, traffic: TrafficSettings, data: DataSettings
+) -> None:
     """Refuse, before anything is sent, what the backend cannot take and what would change nothing."""
     for turn in (turn for c in load for turn in c.turns):
         first_prompt(turn.content, target.backend)
     if traffic.think_time and all(len(c.turns) == 1 for c in load):
         raise InvalidRequest(
             f"think_time={traffic.think_time} has no effect on single turns; give --turns"
+        )
+    if data.dataset is not None and data.prompt_kind != "auto" and load[0].at is None:
+        raise InvalidRequest(
+            f"prompt_kind={data.prompt_kind!r} has no effect on a file of prompts; leave it out"
         )
     if traffic.time_scale != 1 and load[0].at is None:
         raise InvalidRequest(

@@ -142,7 +142,8 @@ class DataSettings:
         range_ratio: lengths are uniform in [len * (1 - r), len * (1 + r)].
         prefix_len: length of a prefix that all synthetic prompts share, on top of input_len.
         turns: requests of a conversation; each sends the history with the server's own answers.
-        prompt_kind: "ids", "text", or "auto": ids over gRPC and text over HTTP.
+        prompt_kind: of synthetic prompts and traces: "ids", "text", or "auto", which is ids over
+            gRPC and text over HTTP.
         vocab_size: ids are drawn below it; None asks the server.
         trace_block_size: tokens that one of a trace's hash_ids stands for.
     """
@@ -181,6 +182,8 @@ class DataSettings:
             kind = "ids" if backend == "grpc" else "text"
         if kind == "ids" and backend == "openai-chat":
             raise InvalidRequest("prompt_kind='ids' cannot be sent to a chat endpoint; use text")
+        if kind == "text":
+            _refuse_unused(self, ("vocab_size",), "on text")
         if kind == "text" and backend == "grpc" and self.turns > 1:
             raise InvalidRequest(
                 f"turns={self.turns} over grpc needs prompt_kind='ids': answers come as ids there"

@@ -70,7 +70,7 @@ def test_times_are_the_servers_delays(server: FakeOpenAI, backend: str, counted:
     assert 0.2 - EARLY <= (record.ttft or 0) < 0.2 + SLACK
     span = record.arrivals[-1] - record.arrivals[0]
     assert len(record.itl) == 4 and max(record.itl) < 0.1 + SLACK
-    assert 0.4 - 5 * EARLY <= span < 0.4 + SLACK
+    assert 0.6 - 5 * EARLY <= record.arrivals[-1] - record.sent and 0.3 < span < 0.4 + SLACK
     assert record.counts == ([4, 8, 12, 16, 20] if counted else [])
     assert record.tpot == pytest.approx(span / (16 if counted else 19))
     assert span + (record.ttft or 0) <= record.e2e < span + (record.ttft or 0) + SLACK
@@ -290,6 +290,22 @@ def test_a_token_without_text_still_counts_as_output(server: FakeOpenAI) -> None
     assert 0.1 - EARLY < (record.ttft or 0) < 0.1 + SLACK
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_streams_as_llama_cpp_writes_them(server: FakeOpenAI, chat: bool) -> None:
+    """Counts come once: with the last choice of a completion, after it in a chat."""
+    body: dict[str, Any] = {"messages": []} if chat else OUT
+    words = [event(chunk(body, " w")) for _ in range(3)]
+    last, counts = chunk(body, "", "length"), {"usage": usage(10, 3, 8)}
+    role = event({"choices": [{"delta": {"role": "assistant", "content": None}}]})
+    end = [event(last), event({"choices": []} | counts)] if chat else [event(last | counts)]
+    server.script = parts_of(*([role] if chat else []), *words, 0.3, *end, DONE)
+    target = {"backend": "openai-chat" if chat else "openai", "ignore_eos": True}
+    record = only(load(server, target, num_prompts=1, output_len=3))
+    assert record.error is None and len(record.arrivals) == 3 and record.counts == []
+    assert (record.completion_tokens, record.cached_tokens) == (3, 8)
+    assert record.end - record.arrivals[-1] > 0.05  # the end was not taken for output
+
+
 def test_reasoning_and_tool_calls_are_output_but_not_history(server: FakeOpenAI) -> None:
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
@@ -357,6 +373,12 @@ def test_data_and_backend_must_fit(server: FakeOpenAI, tmp_path: Path) -> None:
         load(server, dataset=path)
     with pytest.raises(InvalidRequest, match="think_time"):
         load(server, traffic={"think_time": 1.0})
+    with pytest.raises(InvalidRequest, match="vocab_size=50 has no effect on text"):
+        load(server, vocab_size=50)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"a"')
+    with pytest.raises(InvalidRequest, match="prompt_kind='text' has no effect"):
+        load(server, dataset=prompts, prompt_kind="text")
     assert not server.bodies
     load(server, {"backend": "openai-chat"}, dataset=path)
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "a"}]
