@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from jaxinfer.errors import InvalidRequest
-from serving.errors import Unauthenticated, message, wire
+from serving.errors import Unauthenticated, Unsupported, message, wire
 from serving.http.auth import Keys
 from serving.service import Service
 
@@ -32,13 +32,19 @@ def status(error: BaseException) -> grpc.StatusCode:
     return grpc.StatusCode[wire(error).grpc]
 
 
+def log_internal(error: Exception) -> None:
+    """Write down an exception that clients learn nothing of."""
+    if status(error) is grpc.StatusCode.INTERNAL:
+        log.error("an RPC failed", exc_info=error)
+
+
 async def refuse(context: Context, error: Exception) -> None:
     """End an RPC with what the client may know of `error`; its `trailers` go along. Always raises."""
-    code = status(error)
-    if code is grpc.StatusCode.INTERNAL:
-        log.error("an RPC failed", exc_info=error)
+    if isinstance(error, NotImplementedError):  # the stubs' own answer where nothing overrides them
+        error = Unsupported("this server does not have this RPC")
+    log_internal(error)
     trailers = getattr(error, "trailers", ())
-    await context.abort(code, message(error)[:MAX_DETAILS], trailers)
+    await context.abort(status(error), message(error)[:MAX_DETAILS], trailers)
 
 
 class Guard(grpc.aio.ServerInterceptor):

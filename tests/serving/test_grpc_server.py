@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ async def test_stopping_ends_watchers(tiny_engine: Engine) -> None:
 
 
 async def list_services(face: Face, metadata: Any = None) -> set[str]:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(face.channel)
+    channel: Any = face.channel
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo(metadata=metadata)
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     reply = await call.read()
@@ -215,6 +217,13 @@ async def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         )
         with pytest.raises(ConfigError, match=text):
             await start_grpc(Service(config))
+
+
+async def test_kserve_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tritonclient.grpc.service_pb2_grpc", None)  # type: ignore[arg-type]
+    config = ServerConfig(model="tiny", port=None, grpc_port=0, kserve=True)
+    with pytest.raises(ConfigError, match=r"jaxinfer\[kserve\]"):
+        await start_grpc(Service(config))
 
 
 # --- transport ----------------------------------------------------------------------------------
