@@ -248,4 +248,4 @@ def to_yaml(config: ServerConfig) -> str:
             if value is not None and value != () and value != []:
                 plain = list(value) if isinstance(value, tuple) else value
                 values[flag.switches[0][0].removeprefix("--")] = plain
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.safe_dump(values, sort_keys=False, width=100)

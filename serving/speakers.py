@@ -84,18 +84,26 @@ class EngineSpeaker:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server: its URL, a bearer token, and the file of the authority that signed its certificate."""
+
+    url: str
+    api_key: str | None = None
+    ca_certs: str | None = None
+
+
 class HttpSpeaker:
     """An OpenAI server. sampling: fields of the request that were asked for."""
 
-    def __init__(
-        self, url: str, api_key: str | None, model: str | None, sampling: dict[str, Any]
-    ) -> None:
-        self._url, self._key, self._model, self._sampling = url, api_key, model, sampling
+    def __init__(self, address: Address, model: str | None, sampling: dict[str, Any]) -> None:
+        self._address, self._model, self._sampling = address, model, sampling
 
     async def reply(self, messages: Messages) -> AsyncGenerator[Reply]:
         from serving.client import AsyncClient
 
-        async with AsyncClient(self._url, self._key) as client:
+        server = self._address
+        async with AsyncClient(server.url, server.api_key, ca_certs=server.ca_certs) as client:
             client.model = self._model = self._model or (await client.models())[0]
             reply, options = Reply(), {"stream_options": {"include_usage": True}}
             stream = client.stream_chat(messages, **options, **self._sampling)
@@ -122,17 +130,16 @@ class HttpSpeaker:
 class GrpcSpeaker:
     """A vllm.grpc.engine server: text and tokens are turned into each other here, with its tokenizer."""
 
-    def __init__(
-        self, url: str, api_key: str | None, template: str | None, sampling: dict[str, Any]
-    ) -> None:
-        self._url, self._key, self._source, self._sampling = url, api_key, template, sampling
+    def __init__(self, address: Address, template: str | None, sampling: dict[str, Any]) -> None:
+        self._address, self._source, self._sampling = address, template, sampling
         self._tools: tuple[Tokenizer, ChatTemplate, SamplingParams, frozenset[int]] | None = None
 
     async def reply(self, messages: Messages) -> AsyncGenerator[Reply]:
         from jaxinfer.text.output import OutputText
         from serving.client_grpc import AsyncGrpcClient
 
-        async with AsyncGrpcClient(self._url, self._key) as client:
+        server = self._address
+        async with AsyncGrpcClient(server.url, server.api_key, ca_certs=server.ca_certs) as client:
             if self._tools is None:
                 self._tools = await self._fetch(client)
             tokenizer, template, params, ends = self._tools

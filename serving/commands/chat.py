@@ -11,6 +11,7 @@ import json
 import sys
 from contextlib import aclosing, closing
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from jaxinfer.errors import InvalidRequest, JaxinferError
 from jaxinfer.types import SamplingParams
 from serving.commands.generate import AsJson, TemplateFile, read_text
 from serving.options import ENGINE, SAMPLING, with_options
-from serving.speakers import EngineSpeaker, GrpcSpeaker, HttpSpeaker, Reply, Speaker
+from serving.speakers import Address, EngineSpeaker, GrpcSpeaker, HttpSpeaker, Reply, Speaker
 
 # One answer, as text: these have no meaning here.
 _NOT_HERE = {"n", "best_of", "logprobs", "prompt_logprobs", "detokenize"}
@@ -42,6 +43,9 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(help="bearer token for --server; or JAXINFER_API_KEY")
     ] = None,
+    ca_certs: Annotated[
+        Path | None, typer.Option(help="authority that signed --server's certificate (PEM)")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     chat_template: TemplateFile = None,
     as_json: AsJson = False,
@@ -54,27 +58,32 @@ def chat(
             flags = ", ".join(f.spelling for f in ENGINE if f.field in engine)
             raise InvalidRequest(f"{flags} is for a model here; the server has its own")
         key = api_key or context.meta["environment"].get("JAXINFER_API_KEY")
-        speaker = _remote(server, key, model, source, sampling)
+        authority = None if ca_certs is None else str(ca_certs)
+        speaker = _remote(Address(server, key, authority), model, source, sampling)
         _Conversation(speaker, as_json, system).run()
         return
-    if api_key is not None:
-        raise InvalidRequest("--api-key is for --server; give both or neither")
+    for flag, value in (("--api-key", api_key), ("--ca-certs", ca_certs)):
+        if value is not None:
+            raise InvalidRequest(f"{flag} is for --server; give both or neither")
     if model is None:
         raise InvalidRequest("--model or --server is missing; give one of them")
     _talk_here(model, engine, source, sampling, as_json, system)
 
 
 def _remote(
-    url: str, key: str | None, model: str | None, source: str | None, sampling: dict[str, Any]
+    address: Address, model: str | None, source: str | None, sampling: dict[str, Any]
 ) -> Speaker:
+    url, authority = address.url, address.ca_certs
+    if authority is not None:
+        read_text("--ca-certs", Path(authority))  # now, not at the first question
     if url.startswith(("http://", "https://")):
         if source is not None:
             raise InvalidRequest("--chat-template is not sent to a server; it has its own")
-        return HttpSpeaker(url, key, model, sampling)
+        return HttpSpeaker(address, model, sampling)
     if url.startswith(("grpc://", "grpcs://")):
         if model is not None:
             raise InvalidRequest(f"--model={model!r} is not sent over gRPC: it serves one model")
-        return GrpcSpeaker(url, key, source, sampling)
+        return GrpcSpeaker(address, source, sampling)
     raise InvalidRequest(f"--server={url!r} must be http(s)://HOST:PORT or grpc(s)://HOST:PORT")
 
 
