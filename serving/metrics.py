@@ -75,7 +75,7 @@ class Metrics:
         self._attach()
 
     def render(self) -> tuple[bytes, str]:
-        """(body, content type) of the metrics page, in Prometheus' text format."""
+        """(body, content type) of the metrics page, in Prometheus' text format; in the event loop."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def tokens(self) -> dict[str, int]:
