@@ -6,11 +6,9 @@ runner.py; the two kinds live in http_target.py and grpc_target.py.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxinfer.errors import InvalidRequest
 from serving.bench.dataset import Prompt
 from serving.bench.record import Clock, Record
 from serving.bench.settings import TargetSettings
@@ -42,13 +40,7 @@ class Target(Protocol):
 
 
 def open_target(settings: TargetSettings) -> Target:
-    """The target of a backend; InvalidRequest if its packages are missing."""
-    needed = ("grpc", "smg_grpc_proto") if settings.is_grpc else ("httpx",)
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InvalidRequest(
-            f"backend={settings.backend!r} needs {', '.join(missing)}: pip install 'jaxinfer[serve]'"
-        )
+    """The target of a backend; imports what its protocol needs."""
     if settings.is_grpc:
         from serving.bench.grpc_target import GrpcTarget
 
