@@ -1,11 +1,12 @@
 """The answer to a chat job as a sequence of segments: what the model wrote, in its order.
 
 /v1/responses and /v1/messages tell items in sequence, while a MessageDelta has a field for each kind:
-so the parser gets single characters here. Whole and streamed answers come from the same steps.
+so the parser gets pieces that hold one kind here. Whole and streamed answers come from the same steps.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from serving.http.chat import ChatJob
 from serving.http.exchange import run, usage_of
 from serving.parsers import MessageDelta, OutputParser, ToolCallDelta
 
+# No format begins or ends anything at a letter, a digit or a blank: pieces of the text up to, and
+# apart from, all other characters give deltas of one kind.
+PIECES = re.compile(r"[\w ]+|.", re.DOTALL)
 LONG = 1024  # characters past which parsing would delay other streams
 
 type Segment = tuple[Literal["reasoning", "content"], str] | ToolCallDelta
@@ -85,15 +89,15 @@ class Segmenter:
     def push(self, text: str, ended: bool) -> list[Segment]:
         """What the text makes certain, pieces of the same kind joined. `ended`: it is the last one."""
         parts: list[Segment] = []
-        for character in text:
-            if delta := self._parser.push(character):
+        for piece in PIECES.findall(text):
+            if delta := self._parser.push(piece):
                 parts += self._in_order(delta)
         if ended:
             parts += self._in_order(self._parser.finish())
         return joined(parts)
 
     def _in_order(self, delta: MessageDelta) -> Iterator[Segment]:
-        """Reasoning, the rest of the open call, content, further calls: one character's order."""
+        """Reasoning, the rest of the open call, content, further calls: one piece's order."""
         if delta.reasoning:
             self._call = -1
             yield "reasoning", delta.reasoning

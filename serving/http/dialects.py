@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from serving.errors import BadField
 from serving.http.errors import UnsupportedField
 
 type Event = dict[str, Any]
+
+REASONING = ("reasoning", "reasoning_content")  # the names that chat messages give it
+
+
+def given_fields(request: BaseModel) -> dict[str, Any]:
+    """The fields that a client set to something, those outside of the model included. Not a deep copy."""
+    return {name: value for name, value in request if value is not None}
 
 
 def refuse(given: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]], where: str = "") -> None:

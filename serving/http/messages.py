@@ -36,7 +36,8 @@ async def create(request: Request) -> Response:
     with counted(service):
         body = await read_model(request, MessagesRequest)
         unknown = body.warnings()
-        job = await prepare(request, service, validate(to_chat(body), ChatRequest), "msg")
+        chat_body = await service.in_thread(_translated, body)
+        job = await prepare(request, service, chat_body, "msg")
     headers = {"request-id": job.id, **warning_headers(unknown + job.unknown)}
     if body.stream:
         return EventStream(_stream(job), service.config.limits.idle_seconds, headers)
@@ -50,7 +51,7 @@ async def count_tokens(request: Request) -> Response:
         body = await read_model(request, CountTokensRequest)
         unknown = body.warnings()
         service.check_model(body.model)
-        chat = validate(to_chat(body), ChatRequest)
+        chat = await service.in_thread(_translated, body)
         kwargs, _ = template_kwargs(service, chat)
         prompt = await chat_prompt(service, chat, tools=chat.tools, template_kwargs=kwargs)
     answer = {"input_tokens": len(prompt.token_ids)}
@@ -61,6 +62,10 @@ ROUTES = [
     Route("/v1/messages", create, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
 ]
+
+
+def _translated(body: CountTokensRequest) -> ChatRequest:
+    return validate(to_chat(body), ChatRequest)
 
 
 # --- generation -------------------------------------------------------------------------------
@@ -97,9 +102,10 @@ async def _events(
     """Events of each step that has any. Raises Failed for an aborted request: there is no reason for it."""
     answer, begun = Answer(job), False
 
-    def counts() -> dict[str, int]:
-        total = answer.usage
-        return usage(total.prompt_tokens, answer.cached_tokens, total.completion_tokens)
+    def counts() -> dict[str, Any]:
+        all_ = answer.usage
+        cached, output = answer.cached_tokens, all_.completion_tokens
+        return usage(all_.prompt_tokens, cached, output, all_.reasoning)
 
     async with aclosing(answer.steps(interval)) as steps:
         async for step in steps:

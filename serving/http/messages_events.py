@@ -18,14 +18,19 @@ from serving.parsers import ToolCallDelta
 INVALID_JSON = "INVALID_JSON"  # Anthropic's name for arguments that are no JSON object
 
 
-def usage(prompt: int, cached: int, output: int) -> dict[str, int]:
+def usage(prompt: int, cached: int, output: int, thinking: int | None = None) -> dict[str, Any]:
     """Token counts as /v1/messages reports them: input_tokens are those that no cache had."""
-    return {
+    told: dict[str, Any] = {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": output,
     }
+    return (
+        told
+        if thinking is None
+        else {**told, "output_tokens_details": {"thinking_tokens": thinking}}
+    )
 
 
 class MessageWriter:
@@ -46,7 +51,7 @@ class MessageWriter:
         self._parts: list[str] = []  # of the open block
         self._call = -1  # index of the open block among the tool calls
 
-    def open(self, usage: Mapping[str, int]) -> list[Event]:
+    def open(self, usage: Mapping[str, Any]) -> list[Event]:
         """The message has begun."""
         self.message["usage"] = dict(usage)
         start = {"type": "message_start", "message": {**self.message, "content": []}}
@@ -65,7 +70,7 @@ class MessageWriter:
                 events += self._add_text({"type": "text", "text": ""}, "text", piece[1])
         return events
 
-    def close(self, reason: str, stop: object, usage: Mapping[str, int]) -> list[Event]:
+    def close(self, reason: str, stop: object, usage: Mapping[str, Any]) -> list[Event]:
         """The output has ended. `reason`: "stop" or "length"; `stop`: the stop string that ended it."""
         events = self._close_block()
         message = self.message

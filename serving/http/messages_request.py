@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from serving.errors import BadField
-from serving.http.dialects import chat_content, objects, refuse, string, unknown_type
+from serving.http.dialects import (
+    REASONING,
+    chat_content,
+    given_fields,
+    objects,
+    refuse,
+    string,
+    unknown_type,
+)
 from serving.http.fields import MAX_INT, Fields, SamplingFields
 from serving.http.schemas import Messages, Name, Priority
 
@@ -26,12 +35,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "n": (1,),
-    "output_config": ({},),
     "output_format": (),
     "prompt_logprobs": (),
     "service_tier": ("auto", "standard_only"),
 }
+# The same, inside of objects.
+OUTPUT_CONFIG = {"format": (), "task_budget": ()}
+THINKING = {"display": ("summarized",)}
+TOOL = {"strict": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+type Block = tuple[str, Mapping[str, Any]]  # where it stands in the request, and the block
 
 
 class CountTokensRequest(Fields):
@@ -43,6 +59,8 @@ class CountTokensRequest(Fields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None  # the prefix cache needs no hint
     chat_template_kwargs: dict[str, Any] | None = None
 
     def warnings(self) -> list[str]:
@@ -62,8 +80,9 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
 def to_chat(request: CountTokensRequest) -> dict[str, Any]:
     """The chat completions body that asks for the same. Raises BadField for what can't be honoured."""
-    given = request.model_dump(exclude_none=True)
+    given = given_fields(request)
     refuse(given, NEUTRAL)
+    refuse(request.output_config or {}, OUTPUT_CONFIG, "output_config.")
     body: dict[str, Any] = {
         name: given[name] for name in (*SHARED, *SamplingFields.model_fields) if name in given
     }
@@ -84,6 +103,11 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
         body["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
     if request.tool_choice is not None:
         body |= _tool_choice(request.tool_choice)
+    if (effort := (request.output_config or {}).get("effort")) is not None:
+        if effort not in EFFORTS:
+            text = f"output_config.effort={effort!r:.100} is unknown; allowed are {EFFORTS}"
+            raise BadField("output_config.effort", text)
+        body["reasoning_effort"] = effort
     if request.thinking is not None:
         thinks = _thinking(request.thinking)
         body["chat_template_kwargs"] = {
@@ -97,8 +121,9 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     where = f"tools[{index}]"
-    if tool.get("type", "custom") != "custom":
+    if tool.get("type") not in (None, "custom"):
         raise unknown_type(where, tool["type"], "'custom', with an input_schema")
+    refuse(tool, TOOL, f"{where}.")
     if not isinstance(tool.get("input_schema"), Mapping):
         raise BadField(f"{where}.input_schema", f"{where}.input_schema must be a JSON schema")
     function = {"name": string(f"{where}.name", tool.get("name"))}
@@ -130,6 +155,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 def _thinking(thinking: Mapping[str, Any]) -> bool:
     """Whether to think. budget_tokens is a target by its definition: max_tokens is the limit."""
+    refuse(thinking, THINKING, "thinking.")
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise BadField(
@@ -154,31 +180,40 @@ def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages of `messages`. A tool result becomes a message of its own, in its place."""
+    """Chat messages of `messages`. A tool result becomes a message of its own, in its place.
+
+    Turns of the same role that follow each other are one turn.
+    """
     out: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        at, role = f"messages[{i}]", message.get("role")
-        if role == "user":
-            out += _user(f"{at}.content", message.get("content"))
-        elif role == "assistant":
-            out.append(_assistant(f"{at}.content", message.get("content")))
-        else:
-            raise BadField(
-                f"{at}.role",
-                f"{at}.role={role!r:.100} is unknown; allowed are 'user' and 'assistant' "
-                "(the system prompt is the field system)",
-            )
+    turns = [_turn(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    for role, group in groupby(turns, key=lambda turn: turn[0]):
+        blocks = [block for _, found in group for block in found]
+        out += _user(blocks) if role == "user" else [_assistant(blocks)]
     return out
 
 
-def _user(where: str, content: object) -> list[dict[str, Any]]:
+def _turn(at: str, message: Mapping[str, Any]) -> tuple[str, list[Block]]:
+    """The role and the blocks of a message; a string is a block of text."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise BadField(
+            f"{at}.role",
+            f"{at}.role={role!r:.100} is unknown; allowed are 'user' and 'assistant' "
+            "(the system prompt is the field system)",
+        )
+    where = f"{at}.content"
     if isinstance(content, str):
-        return [{"role": "user", "content": content}]
+        return role, [(where, {"type": "text", "text": content})]
+    blocks = objects(where, content)
+    if not blocks:
+        return role, [(where, {"type": "text", "text": ""})]
+    return role, [(f"{where}[{i}]", block) for i, block in enumerate(blocks)]
+
+
+def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     texts: list[str] = []
-    blocks = objects(where, content)
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]"
+    for at, block in blocks:
         if block.get("type") == "tool_result":
             if texts:
                 out.append({"role": "user", "content": chat_content(texts)})
@@ -186,7 +221,7 @@ def _user(where: str, content: object) -> list[dict[str, Any]]:
             out.append(_tool_result(at, block))
         else:
             texts.append(_text(at, block, "text or tool_result"))
-    if texts or not blocks:
+    if texts:
         out.append({"role": "user", "content": chat_content(texts)})
     return out
 
@@ -198,15 +233,12 @@ def _tool_result(at: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call, "content": text}
 
 
-def _assistant(where: str, content: object) -> dict[str, Any]:
+def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
-    if isinstance(content, str):
-        return message | {"content": content}
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(objects(where, content)):
-        at = f"{where}[{i}]"
+    for at, block in blocks:
         kind = block.get("type")
         if kind == "thinking":
             thoughts.append(string(f"{at}.thinking", block.get("thinking")))
@@ -215,7 +247,7 @@ def _assistant(where: str, content: object) -> dict[str, Any]:
         elif kind != "redacted_thinking":  # which says nothing
             texts.append(_text(at, block, "text, tool_use or thinking"))
     if thoughts:
-        message["reasoning"] = "".join(thoughts)
+        message |= dict.fromkeys(REASONING, "".join(thoughts))
     if calls:
         message["tool_calls"] = calls
     return message | ({"content": chat_content(texts)} if texts or not calls else {})

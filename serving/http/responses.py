@@ -6,6 +6,7 @@ steps. Finished responses are kept in bounded memory unless store=false.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,11 @@ from serving.service import Service
 
 @dataclass(slots=True)
 class ResponseJob:
-    """A checked request. `owner`: who may see the response."""
+    """A checked request.
+
+    Attributes:
+        owner: who may see the response. size: bytes that keeping it takes without its output.
+    """
 
     body: ResponsesRequest
     chat: ChatJob
@@ -41,6 +46,7 @@ class ResponseJob:
     writer: ResponseWriter
     store: ResponseStore
     owner: str
+    size: int
 
     @property
     def key(self) -> tuple[str, str]:
@@ -76,10 +82,20 @@ async def create(request: Request) -> Response:
 async def _job(request: Request, service: Service, body: ResponsesRequest) -> ResponseJob:
     store, owner = _store(request), owner_of(request.headers)
     history = store.history(owner, body.previous_response_id)
-    chat_body = validate(to_chat(body, history), ChatRequest)
+    chat_body, size = await service.in_thread(_translated, body, history)
     chat = await prepare(request, service, chat_body, "resp")
-    writer = ResponseWriter(new_response(body, chat.model))
-    return ResponseJob(body, chat, Answer(chat), writer, store, owner)
+    params = chat.params
+    told = {"temperature": params.temperature, "top_p": params.top_p}  # as they are used
+    writer = ResponseWriter(new_response(body, chat.model) | told)
+    return ResponseJob(body, chat, Answer(chat), writer, store, owner, size)
+
+
+def _translated(body: ResponsesRequest, history: list[Any]) -> tuple[ChatRequest, int]:
+    """The chat request, and the bytes that keeping the response takes without its output."""
+    chat = validate(to_chat(body, history), ChatRequest)
+    if body.store is False:
+        return chat, 0
+    return chat, len(json.dumps([body.input, body.instructions, body.tools, body.metadata]))
 
 
 async def _whole(job: ResponseJob) -> dict[str, Any]:
@@ -118,7 +134,7 @@ async def _events(job: ResponseJob, interval: int) -> AsyncGenerator[list[Event]
                     events += writer.close(step.finish_reason, job.usage())
                     if job.body.store is not False:
                         items = input_items(job.body.input)
-                        job.store.put(job.owner, writer.response, items)
+                        job.store.put(job.owner, writer.response, items, job.size)
                 if events:
                     yield events
 

@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from serving.errors import BadField
-from serving.http.dialects import chat_content, objects, refuse, string, unknown_type
+from serving.http.dialects import (
+    REASONING,
+    chat_content,
+    given_fields,
+    objects,
+    refuse,
+    string,
+    unknown_type,
+)
 from serving.http.errors import UnsupportedField
 from serving.http.fields import MAX_INT, SamplingFields
 from serving.http.schemas import Name, Priority
@@ -97,7 +105,7 @@ def to_chat(request: ResponsesRequest, history: Sequence[dict[str, Any]] = ()) -
         history: input items of the earlier turns, their outputs among them (previous_response_id).
     """
     _refuse(request)
-    given = request.model_dump(exclude_none=True)
+    given = given_fields(request)
     body: dict[str, Any] = {
         name: given[name] for name in (*SHARED, *SamplingFields.model_fields) if name in given
     }
@@ -129,7 +137,7 @@ def input_items(value: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _refuse(request: ResponsesRequest) -> None:
-    refuse(request.model_dump(exclude_none=True), NEUTRAL)
+    refuse(given_fields(request), NEUTRAL)
     refuse(request.text or {}, TEXT, "text.")
     for name in request.include or ():
         if name not in INCLUDES:
@@ -214,7 +222,8 @@ def _grow(turn: dict[str, Any], at: str, kind: str, item: Mapping[str, Any]) -> 
         parts = objects(f"{at}.content", item.get("content") or item.get("summary") or [])
         texts = [string(f"{at}.content[{i}].text", p.get("text")) for i, p in enumerate(parts)]
         if texts:
-            turn["reasoning"] = turn.get("reasoning", "") + "".join(texts)
+            text = turn.get("reasoning", "") + "".join(texts)
+            turn |= dict.fromkeys(REASONING, text)
     elif kind == "function_call":
         fields = {n: string(f"{at}.{n}", item.get(n)) for n in ("call_id", "name", "arguments")}
         function = {"name": fields["name"], "arguments": fields["arguments"]}

@@ -19,6 +19,7 @@ from serving.http.responses_events import ResponseWriter
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20  # of JSON text
 MAX_TURNS = 256
+OVERHEAD = 4096  # bytes of a response without what clients put into it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,15 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> bool:
-        """Keep a response; False if it is larger than all that may be kept."""
-        size = len(json.dumps([response, items]))
+    def put(
+        self, owner: str, response: dict[str, Any], items: list[dict[str, Any]], size: int
+    ) -> bool:
+        """Keep a response; False if it is larger than all that may be kept.
+
+        Args:
+            size: bytes of `items` and of what the response repeats of the request, as JSON.
+        """
+        size += OVERHEAD + len(json.dumps(response["output"]))
         if previous := self._stored.pop((owner, response["id"]), None):
             self.size -= previous.size
         if size > self._max_bytes:

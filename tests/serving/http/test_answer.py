@@ -6,17 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.http.answer import Segment, Segmenter, joined
-from serving.parsers import Message, OutputParser, ToolCallDelta, make_parser
+from serving.parsers import TOOL_PARSERS, Message, OutputParser, ToolCallDelta, make_parser
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+OBJECT = '{"name": "f", "arguments": {"x": 1}}'
 PIECES = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}',
-    '{"name": "f"', "\n", " ", "text", "<", "é",
+    "<think>", "</think>", "<tool_call>", "</tool_call>", OBJECT, '{"name": "f"', "[f(x=1)]", "[f(",
+    "<function=f>", "</function>", "<parameter=x>", "</parameter>", "[TOOL_CALLS]", f"[{OBJECT}]",
+    "f{}", "[ARGS]", "<|python_tag|>", '{"name": "f", "parameters": {}}', "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>", "f<｜tool▁sep｜>{}", "function<｜tool▁sep｜>f\n```json\n{}\n```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|channel|>", "analysis", "final", "commentary",
+    " to=functions.f", "<|message|>", "<|end|>", "<|call|>", "<|start|>", "assistant", "\n", " ",
+    "some text", "<", "é",
 ]  # fmt: skip
+NAMES = [(name, "qwen3") for name in sorted(TOOL_PARSERS)] + [(None, "gpt_oss")]
 
 
-def parser() -> OutputParser:
-    return make_parser("hermes", "qwen3", tools=TOOLS, prompt="")
+def parser(tools: str | None = "hermes", reasoning: str = "qwen3") -> OutputParser:
+    return make_parser(tools, reasoning, tools=TOOLS, prompt="")
 
 
 def anonymous(segments: list[Segment]) -> list[object]:
@@ -27,18 +34,24 @@ def anonymous(segments: list[Segment]) -> list[object]:
     ]
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=10), st.lists(st.integers(0, 200), max_size=6))
-def test_segments_do_not_depend_on_the_cuts(pieces: list[str], cuts: list[int]) -> None:
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.sampled_from(PIECES), max_size=10),
+    st.lists(st.integers(0, 200), max_size=6),
+)
+def test_segments_do_not_depend_on_the_cuts(
+    names: tuple[str | None, str], pieces: list[str], cuts: list[int]
+) -> None:
     text = "".join(pieces)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    segmenter, parts = Segmenter(parser()), []
+    segmenter, parts = Segmenter(parser(*names)), []
     for start, end in zip(places, places[1:], strict=False):
         parts += segmenter.push(text[start:end], ended=False)
     parts += segmenter.push("", ended=True)
-    assert anonymous(parts) == anonymous(Segmenter(parser()).push(text, ended=True))
+    assert anonymous(parts) == anonymous(Segmenter(parser(*names)).push(text, ended=True))
 
-    whole, message = parser(), Message()
+    whole, message = parser(*names), Message()
     message.add(whole.push(text))
     message.add(whole.finish())
     texts = [s for s in parts if isinstance(s, tuple)]

@@ -5,7 +5,6 @@ The openai package's types are the independent truth for every event and for the
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -17,13 +16,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from jaxinfer.errors import JaxinferError
-from serving.errors import BadField, NotFound
+from serving.errors import BadField
 from serving.http.answer import Segment
 from serving.http.body import validate
 from serving.http.dialects import Event
 from serving.http.responses_events import ResponseWriter, new_response, usage
 from serving.http.responses_request import LOGPROBS, ResponsesRequest, to_chat
-from serving.http.responses_store import ResponseStore, owner_of
 from serving.http.schemas import ChatRequest
 from serving.parsers import ToolCallDelta
 
@@ -132,7 +130,13 @@ def test_an_assistants_items_become_one_message() -> None:
     assert chat(input=items)["messages"] == [
         {"role": "developer", "content": "d"},
         {"role": "user", "content": "u"},
-        {"role": "assistant", "reasoning": "r", "content": "a", "tool_calls": [call, other]},
+        {
+            "role": "assistant",
+            "reasoning": "r",
+            "reasoning_content": "r",
+            "content": "a",
+            "tool_calls": [call, other],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "tool", "tool_call_id": "c2", "content": "two"},
     ]
@@ -334,64 +338,11 @@ def test_an_output_can_be_sent_back() -> None:
     _, response = written(plan)
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat(input=response["output"])["messages"] == [
-        {"role": "assistant", "reasoning": "r", "content": "a", "tool_calls": [call]}
+        {
+            "role": "assistant",
+            "reasoning": "r",
+            "reasoning_content": "r",
+            "content": "a",
+            "tool_calls": [call],
+        }
     ]
-
-
-# --- the store --------------------------------------------------------------------------------
-
-
-def response(name: str, previous: str | None = None, text: str = "") -> dict[str, Any]:
-    message = {"type": "message", "role": "assistant", "content": text or name}
-    return {"id": name, "previous_response_id": previous, "output": [message]}
-
-
-def test_a_history_is_all_turns_in_order() -> None:
-    store = ResponseStore()
-    store.put("me", response("r1"), [{"role": "user", "content": "1"}])
-    store.put("me", response("r2", "r1"), [{"role": "user", "content": "2"}])
-    assert [item["content"] for item in store.history("me", "r2")] == ["1", "r1", "2", "r2"]
-    assert store.history("me", None) == []
-    store.delete("me", "r1")
-    with pytest.raises(BadField, match="previous_response_id='r1'"):
-        store.history("me", "r2")
-
-
-def test_nobody_sees_anothers_responses() -> None:
-    store = ResponseStore()
-    keys = [{"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {"x-api-key": "a"}, {}]
-    mine, *others = [owner_of(headers) for headers in keys]
-    store.put(mine, response("r"), [])
-    assert store.get(mine, "r").response["id"] == "r"
-    for other in others:
-        with pytest.raises(NotFound):
-            store.get(other, "r")
-        with pytest.raises(NotFound):
-            store.delete(other, "r")
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from("pgd"), st.integers(0, 9), st.integers(0, 200)), max_size=40)
-)
-def test_the_store_stays_within_its_bounds(steps: list[tuple[str, int, int]]) -> None:
-    store = ResponseStore(max_responses=4, max_bytes=1000)
-    for action, number, size in steps:
-        name = f"r{number}"
-        if action == "p":
-            kept = store.put("me", response(name, text="x" * size), [])
-            assert not kept or store.get("me", name).response["id"] == name
-        else:
-            with contextlib.suppress(NotFound):
-                (store.get if action == "g" else store.delete)("me", name)
-        assert len(store) <= 4 and 0 <= store.size <= 1000
-    for number in range(10):
-        with contextlib.suppress(NotFound):
-            store.delete("me", f"r{number}")
-    assert store.size == 0 and len(store) == 0
-
-
-def test_what_is_too_large_is_not_kept() -> None:
-    store = ResponseStore(max_bytes=100)
-    assert not store.put("me", response("r", text="x" * 100), [])
-    assert len(store) == 0
