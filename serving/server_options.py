@@ -211,11 +211,11 @@ def _known(field: str, kind: Any, *aliases: str) -> Fixed:
 _NO_LORA = "there are no adapters"
 _NO_DRAFTS = "there is no speculative decoding"
 _FIXED = (
-    _known("tensor_parallel_size", int, "--tp", "--tp-size"),
-    _known("pipeline_parallel_size", int, "--pp", "--pp-size"),
+    _known("tensor_parallel_size", int, "--tp", "--tp-size", "-tp"),
+    _known("pipeline_parallel_size", int, "--pp", "--pp-size", "-pp"),
     _fixed(
         "data_parallel_size", int, 1, "a server runs one engine; put a gateway before several",
-        "--dp", "--dp-size",
+        "--dp", "--dp-size", "-dp",
     ),
     _fixed("enable_expert_parallel", bool, False, "a model runs on one device"),
     _known("trust_remote_code", bool),

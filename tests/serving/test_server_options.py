@@ -237,6 +237,8 @@ def test_the_models_own_tokenizer_may_be_named(
         (["m", "--max-model-length", "5"], ["--max-model-length is unknown", "--max-model-len?"]),
         (["m", "--max_num_seqs", "5"], ["--max_num_seqs is unknown", "--max-num-seqs?"]),
         (["m", "--zzz"], ["--zzz is unknown", "jaxinfer serve --help"]),
+        (["m", "--max-model-length=5"], ["--max-model-length is unknown", "--max-model-len?"]),
+        (["m", "-tp", "2"], ["--tensor-parallel-size=2", "only 1"]),
     ],
     ids=lambda v: " ".join(v),
 )  # fmt: skip
