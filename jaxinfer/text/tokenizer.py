@@ -21,6 +21,7 @@ from jaxinfer.text.detokenizer import Detokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_TOKEN_ID = 2**31 - 1
+LONG_TEXT = 1 << 14  # characters
 NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 # What these do to a token depends on the tokens around it, so no table of pieces can exist.
 UNSUPPORTED_DECODERS = frozenset({"CTC", "BPEDecoder"})
@@ -183,7 +184,13 @@ class Tokenizer:
             raise InvalidRequest(
                 f"prompt has a lone surrogate at character {error.start}; send valid Unicode text"
             ) from None
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # only the batch call lets other threads run meanwhile
+            (encoded,) = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = encoded.ids
         return self._with_bos_rule(text, ids) if add_special_tokens else ids
 
     def _with_bos_rule(self, text: str, ids: list[int]) -> list[int]:

@@ -147,6 +147,8 @@ def validate[M: BaseModel](value: Any, model: type[M]) -> M:
     if first["type"] == "missing":
         raise BadField(path, f"{path} is missing; it is required")
     text = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # said of the whole: such texts begin with the field
+        raise BadField(text.split("=")[0].split()[0], text)
     shown = f"={first['input']!r}"[:_QUOTED] if _short(first["input"]) else ""
     raise BadField(path, f"{path}{shown}: {text}")
 

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nobody reads it; access logs show it
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) | {
-    "cache_salt", "chat_template_kwargs", "messages", "model", "priority", "prompt", "request_id",
-    "tools",
+    "cache_salt", "chat_template_kwargs", "messages", "model", "priority", "prompt",
+    "prompt_token_ids", "request_id", "tools",
 }  # fmt: skip
 ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",

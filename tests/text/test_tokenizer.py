@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,28 @@ def test_add_bos_false_wins_over_the_post_processor():
     tokenizer = byte_tokenizer(post_bos=True, add_bos=False)
     assert tokenizer.encode("hi") == [token_id(tokenizer, "hi")]
     assert tokenizer.encode(BOS + "hi")[0] == tokenizer.bos_id
+
+
+def test_long_texts_get_the_same_ids_and_let_other_threads_run():
+    tokenizer = byte_tokenizer()
+    text = BOS + "hé <|im_end|> hello " * 20_000
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.005):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    ids = tokenizer.encode(text)
+    took = time.perf_counter() - start
+    done.set()
+    thread.join()
+    assert ids == tokenizer.backend.encode(text).ids
+    gaps = [b - a for a, b in pairwise([start, *ticks, start + took])]
+    assert max(gaps) < max(0.25, took / 2)
 
 
 def test_sentencepiece_bos_is_not_doubled():

@@ -1,0 +1,37 @@
+"""Fixtures of the HTTP tests: a client of the shared server, and a server with parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from jaxinfer.engine import Engine
+from serving.config import ServerConfig
+from tests.serving.live import LiveServer
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    """A client of the shared server; afterwards nothing runs there and nothing leaked."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+    server.settle()
+
+
+@pytest.fixture(scope="session")
+def parsing_server(tiny_engine: Engine) -> Iterator[LiveServer]:
+    """Tools and reasoning are parsed; two names; admin keys, so that admin routes exist."""
+    config = ServerConfig(
+        model="tiny",
+        served_model_name=("tiny", "org/other"),
+        port=0,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        enable_auto_tool_choice=True,
+        admin_api_keys=("root",),
+    )
+    live = LiveServer(config, tiny_engine)
+    yield live
+    live.close()
