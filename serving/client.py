@@ -10,14 +10,15 @@ import asyncio
 import json
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import httpx
 
-from serving.bench.sse import SSEParser
 from serving.client_types import Answer, ApiError, Choice, Tokens, Usage
+from serving.sse import SSEParser
 
 __all__ = ["Answer", "ApiError", "AsyncClient", "Choice", "Client", "Tokens", "Usage"]
 
@@ -36,15 +37,8 @@ class _Call[T](NamedTuple):
     text: bool = False
 
 
-class _Calls:
-    """What the methods of both clients send.
-
-    Args:
-        base_url: "http://host:port", with or without /v1.
-        api_key: bearer token. timeout: seconds without a byte before a call fails; None: none.
-        model: name for requests that give none; None: the server's default.
-        ca_certs: PEM file of the authority that signed the server's certificate.
-    """
+class _Calls(ABC):
+    """What the methods of both clients send."""
 
     def __init__(
         self,
@@ -55,14 +49,16 @@ class _Calls:
         ca_certs: str | None = None,
     ) -> None:
         self.base_url, self.model = base_url.rstrip("/").removesuffix("/v1"), model
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._options: dict[str, Any] = {
-            "base_url": self.base_url,
-            "headers": headers,
-            "timeout": timeout,
-            "trust_env": False,
-            "verify": ssl.create_default_context(cafile=ca_certs),
-        }
+        self._connect(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout,
+            trust_env=False,
+            verify=ssl.create_default_context(cafile=ca_certs),
+        )
+
+    @abstractmethod
+    def _connect(self, **options: Any) -> None: ...
 
     def _body(self, options: dict[str, Any], **fields: Any) -> dict[str, Any]:
         model = {} if self.model is None else {"model": self.model}
@@ -95,11 +91,19 @@ def _chat(body: dict[str, Any]) -> _Call[Answer]:
 
 
 class Client(_Calls):
-    """Blocking client; see _Calls for the arguments. Use it as a context manager, or close it."""
+    """Blocking client. Use it as a context manager, or close it.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._http = httpx.Client(**self._options)
+    Args:
+        base_url: "http://host:port", with or without /v1.
+        api_key: bearer token. timeout: seconds without a byte before a call fails; None: none.
+        model: name for requests that give none; None: the server's default.
+        ca_certs: PEM file of the authority that signed the server's certificate.
+
+    Methods raise ApiError.
+    """
+
+    def _connect(self, **options: Any) -> None:
+        self._http = httpx.Client(**options)
 
     def __enter__(self) -> Self:
         return self
@@ -184,11 +188,10 @@ class Client(_Calls):
 
 
 class AsyncClient(_Calls):
-    """Client for asyncio, used in one event loop; its methods do what Client's do."""
+    """Client for asyncio, used in one event loop. Arguments and methods are those of Client."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._http = httpx.AsyncClient(**self._options)
+    def _connect(self, **options: Any) -> None:
+        self._http = httpx.AsyncClient(**options)
 
     async def __aenter__(self) -> Self:
         return self

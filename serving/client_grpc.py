@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,14 +32,8 @@ MAX_TOKENIZER = 1 << 28  # bytes
 POLL_SECONDS = 0.1
 
 
-class _Calls:
-    """What both clients send.
-
-    Args:
-        url: "grpc://host:port", or "grpcs://host:port" for TLS.
-        api_key: bearer token. timeout: seconds that a whole call may take; None: no limit.
-        ca_certs: PEM file of the authority that signed the server's certificate.
-    """
+class _Calls(ABC):
+    """What both clients send."""
 
     def __init__(
         self,
@@ -50,14 +45,16 @@ class _Calls:
         parts = urlsplit(url)
         if parts.scheme not in ("grpc", "grpcs") or not parts.netloc:
             raise InvalidRequest(f"url={url!r} must be grpc://HOST:PORT or grpcs://HOST:PORT")
-        self.url, self._target, self._timeout = url, parts.netloc, timeout
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self.url = url
+        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._options: dict[str, Any] = {"metadata": metadata, "timeout": timeout}
         roots = None if ca_certs is None else Path(ca_certs).read_bytes()
-        self._tls = grpc.ssl_channel_credentials(roots) if parts.scheme == "grpcs" else None
+        tls = grpc.ssl_channel_credentials(roots) if parts.scheme == "grpcs" else None
+        self._channel = self._connect(parts.netloc, tls)
+        self._stub: Any = stubs.VllmEngineStub(self._channel)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"metadata": self._metadata, "timeout": self._timeout}
+    @abstractmethod
+    def _connect(self, target: str, tls: grpc.ChannelCredentials | None) -> Any: ...
 
     def _late(self, timeout: float) -> ApiError:
         return ApiError(
@@ -66,16 +63,20 @@ class _Calls:
 
 
 class GrpcClient(_Calls):
-    """Blocking client; see _Calls for the arguments. Use it as a context manager, or close it."""
+    """Blocking client. Use it as a context manager, or close it.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._channel = (
-            grpc.insecure_channel(self._target, options=OPTIONS)
-            if self._tls is None
-            else grpc.secure_channel(self._target, self._tls, options=OPTIONS)
-        )
-        self._stub: Any = stubs.VllmEngineStub(self._channel)
+    Args:
+        url: "grpc://host:port", or "grpcs://host:port" for TLS.
+        api_key: bearer token. timeout: seconds that a whole call may take; None: no limit.
+        ca_certs: PEM file of the authority that signed the server's certificate.
+
+    Methods raise ApiError; `generate` also InvalidRequest for what cannot be sent.
+    """
+
+    def _connect(self, target: str, tls: grpc.ChannelCredentials | None) -> Any:
+        if tls is None:
+            return grpc.insecure_channel(target, options=OPTIONS)
+        return grpc.secure_channel(target, tls, options=OPTIONS)
 
     def __enter__(self) -> Self:
         return self
@@ -142,16 +143,12 @@ class GrpcClient(_Calls):
 
 
 class AsyncGrpcClient(_Calls):
-    """Client for asyncio, used in one event loop; its methods do what GrpcClient's do."""
+    """Client for asyncio, used in one event loop. Arguments and methods are those of GrpcClient."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._channel = (
-            grpc.aio.insecure_channel(self._target, options=OPTIONS)
-            if self._tls is None
-            else grpc.aio.secure_channel(self._target, self._tls, options=OPTIONS)
-        )
-        self._stub: Any = stubs.VllmEngineStub(self._channel)
+    def _connect(self, target: str, tls: grpc.ChannelCredentials | None) -> Any:
+        if tls is None:
+            return grpc.aio.insecure_channel(target, options=OPTIONS)
+        return grpc.aio.secure_channel(target, tls, options=OPTIONS)
 
     async def __aenter__(self) -> Self:
         return self

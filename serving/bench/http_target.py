@@ -16,8 +16,8 @@ from jaxinfer.errors import InvalidRequest
 from serving.bench.dataset import Prompt
 from serving.bench.record import Clock, Record
 from serving.bench.settings import TargetSettings
-from serving.bench.sse import SSEParser
 from serving.bench.targets import Server
+from serving.sse import SSEParser
 
 BAD_FINISH = ("abort", "error")
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)

@@ -160,6 +160,8 @@ class _Conversation:
                 seen[:] = [reply]
                 if not self.as_json:  # reasoning is no part of the answer
                     thought = reply.reasoning[len(last.reasoning) :]
+                    if reply.reasoning and reply.content and not last.content:
+                        thought += "\n"
                     print(thought, end="", flush=True, file=sys.stderr)
                     print(reply.content[len(last.content) :], end="", flush=True)
                 last = reply

@@ -7,15 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from jaxinfer.engine import Engine
 from serving.cli import main
+from serving.commands import chat
 from serving.config import ServerConfig
-from serving.speakers import ARCHIVE, unpack
+from serving.speakers import ARCHIVE, Reply, unpack
 from tests.serving.live import LiveServer
 
 LINES = "a\n/system be\nb <|im_end|>\n/reset\nc\n"
@@ -105,6 +106,33 @@ def test_no_jax_is_loaded(talking: LiveServer) -> None:
             env=os.environ | {"JAXINFER_API_KEY": "k"},
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "hi €\n", "")
+
+
+async def _thinking(*parts: Reply) -> AsyncGenerator[Reply]:
+    for part in parts:
+        yield part
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_reasoning_is_shown_beside_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    asked: list[Sequence[Mapping[str, str]]] = []
+
+    class Thinker:
+        def reply(self, messages: Sequence[Mapping[str, str]]) -> AsyncGenerator[Reply]:
+            asked.append(list(messages))
+            told = Reply(reasoning="hm, so")
+            return _thinking(Reply(reasoning="hm"), told, Reply("yes", "stop", reasoning="hm, so"))
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    chat._Conversation(Thinker(), as_json, "be").run()
+    out, err = capsys.readouterr()
+    if as_json:
+        assert [json.loads(line)["reasoning"] for line in out.splitlines()] == ["hm, so"] * 2
+    else:
+        assert (out, err) == ("yes\nyes\n", "hm, so\n" * 2)
+    assert [m["content"] for m in asked[1]] == ["be", "a", "yes", "b"]  # no thoughts
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.bench.sse import MAX_EVENT, SSEParser
+from serving.sse import MAX_EVENT, SSEParser
 
 STREAM = (
     "\ufeff: a comment\n\n"

@@ -1,6 +1,6 @@
 """Server-sent events from bytes that may be cut anywhere, also inside a character or a line end.
 
-Holds at most one unfinished event, up to MAX_EVENT bytes. Called by http_target.py.
+Holds at most one unfinished event, up to MAX_EVENT bytes. Called by client.py and bench/http_target.py.
 """
 
 from __future__ import annotations
