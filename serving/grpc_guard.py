@@ -5,7 +5,6 @@ Nothing leaves the server as UNKNOWN, and no text that was not written for clien
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
@@ -76,7 +75,7 @@ class Guard(grpc.aio.ServerInterceptor):
             refusal = Unauthenticated(
                 "no valid key; send the metadata `authorization: Bearer KEY` with one of the server's"
             )
-        return _guarded(self._service, handler, refusal)
+        return _Guarded(self._service, handler, refusal).handler()
 
     def _allowed(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         if method.startswith(HEALTH):
@@ -99,60 +98,74 @@ async def _write(context: Context, reply: Any) -> bool:
     return True
 
 
-def _guarded(
-    service: Service, handler: grpc.RpcMethodHandler, refusal: Unauthenticated | None
-) -> grpc.RpcMethodHandler:
-    """`handler` on raw messages, behind `refusal` if there is one."""
-    h: Any = handler  # the stubs of grpc leave the attributes out
+class _Guarded:
+    """One RPC behind the guard: takes raw messages, so that bad ones are refused here.
 
-    def read(raw: bytes) -> Any:
+    Args:
+        refusal: what every call is answered; None: calls are let through.
+    """
+
+    def __init__(
+        self, service: Service, handler: grpc.RpcMethodHandler, refusal: Unauthenticated | None
+    ) -> None:
+        self._service = service
+        self._inner: Any = handler  # the stubs of grpc leave its attributes out
+        self._refusal = refusal
+
+    def handler(self) -> grpc.RpcMethodHandler:
+        inner = self._inner
+        if not inner.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(self._unary, None, inner.response_serializer)
+        kind = (
+            grpc.stream_stream_rpc_method_handler
+            if inner.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        return kind(self._stream, None, inner.response_serializer)
+
+    async def _unary(self, raw: bytes, context: Context) -> Any:
         try:
-            return h.request_deserializer(raw)
-        except DecodeError:
-            raise InvalidRequest("the message is no valid protobuf message of this RPC") from None
-
-    async def requests(raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for raw in raws:
-            yield read(raw)
-
-    async def check(context: Context, step: Callable[[], Any]) -> Any:
-        """What `step` gives; its refusals are counted here, those of the handlers by themselves."""
-        try:
-            if refusal is not None:
-                raise refusal
-            return step()
-        except (Unauthenticated, InvalidRequest) as error:
-            service.reject(error)
-            await refuse(context, error)
-
-    async def unary(raw: bytes, context: Context) -> Any:
-        request = await check(context, lambda: read(raw))
-        try:
-            return await h.unary_unary(request, context)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
+            return await self._inner.unary_unary(self._read(raw), context)
         except Exception as error:
-            await refuse(context, error)
+            await _refuse_unless_ended(context, error)
 
-    async def stream(raw: Any, context: Context) -> None:
-        many = h.request_streaming
-        request = await check(context, lambda: requests(raw) if many else read(raw))
-        behavior = h.stream_stream if many else h.unary_stream
+    async def _stream(self, raw: Any, context: Context) -> None:
+        inner = self._inner
         try:
-            async with aclosing(behavior(request, context)) as replies:
+            if inner.request_streaming:
+                self._check()
+                replies = inner.stream_stream(self._read_all(raw), context)
+            else:
+                replies = inner.unary_stream(self._read(raw), context)
+            async with aclosing(replies):
                 async for reply in replies:
                     if not await _write(context, reply):
                         return
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
         except Exception as error:
-            await refuse(context, error)
+            await _refuse_unless_ended(context, error)
 
-    if not h.response_streaming:
-        return grpc.unary_unary_rpc_method_handler(unary, None, h.response_serializer)
-    kind = (
-        grpc.stream_stream_rpc_method_handler
-        if h.request_streaming
-        else grpc.unary_stream_rpc_method_handler
-    )
-    return kind(stream, None, h.response_serializer)
+    def _check(self) -> None:
+        if self._refusal is not None:
+            self._service.reject(self._refusal)
+            raise self._refusal
+
+    def _read(self, raw: bytes) -> Any:
+        """The message. Refusals made here are counted here, those of the handlers by themselves."""
+        self._check()
+        try:
+            return self._inner.request_deserializer(raw)
+        except DecodeError:
+            error = InvalidRequest("the message is no valid protobuf message of this RPC")
+            self._service.reject(error)
+            raise error from None
+
+    async def _read_all(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raws:
+            yield self._read(raw)
+
+
+async def _refuse_unless_ended(context: Context, error: Exception) -> None:
+    """Answer an exception, if the handler did not answer by itself (context.abort)."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    await refuse(context, error)

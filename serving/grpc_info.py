@@ -72,7 +72,8 @@ class Load:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._since, self._tokens, self._rate = time.monotonic(), 0, 0.0
+        self._since: float | None = None  # when the throughput was last taken
+        self._tokens, self._rate = 0, 0.0
 
     def report(self, dp_rank: int | None) -> pb.GetLoadsResponse:
         """The answer to GetLoads. `dp_rank`: of the only rank, which is 0; None: all."""
@@ -143,10 +144,11 @@ class Load:
         }
 
     def _throughput(self, tokens: int) -> float:
-        """Tokens a second since the look before, or the one before that if it was just now."""
+        """Tokens a second between the last two looks that were RATE_SECONDS apart."""
         now = time.monotonic()
-        passed = now - self._since
-        if passed >= RATE_SECONDS:
+        if self._since is None:
+            self._since, self._tokens = now, tokens
+        elif (passed := now - self._since) >= RATE_SECONDS:
             self._rate = (tokens - self._tokens) / passed
             self._since, self._tokens = now, tokens
         return self._rate

@@ -133,12 +133,34 @@ async def test_the_engine_keeps_the_deadline(face: Face, remaining: float) -> No
     assert error.value.args == (grpc.StatusCode.DEADLINE_EXCEEDED,)
 
 
+SMALL = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+
+
+async def test_a_reader_that_stopped_holds_no_pages(tiny_engine: Engine) -> None:
+    """limits.idle_seconds: its request ends with "abort", which it learns when it reads on."""
+    sent = request("abc", request_id="it", stream=True, n=2, logprobs=20, **LONG)
+    async with serving(tiny_engine, limits=Limits(idle_seconds=0.2)) as face:
+        async with grpc.aio.insecure_channel(face.server.address, options=SMALL) as channel:
+            stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            call = stub.Generate(sent).__aiter__()
+            with slow_steps(tiny_engine, 0.02):
+                messages = [await anext(call)]
+                while tiny_engine.stats()["running"]:
+                    await asyncio.sleep(0.05)
+                    await face.service.abort_unread()
+            held = sum(kind["protected"] for kind in tiny_engine.stats()["kinds"])
+            assert held == 0  # before it reads on
+            messages += [message async for message in call]
+        outputs = join(messages)
+        assert {o.complete.finish_reason for o in outputs.values()} == {"abort"}
+        assert all(len(o.ids) < 200 for o in outputs.values())
+
+
 async def test_a_slow_reader_gets_longer_messages(face: Face) -> None:
     """The engine runs on, the messages grow, no token is lost."""
     sent = request("abc", stream=True, logprobs=20, **LONG)
     fast = join(await face.generate(sent))[0]
-    small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    async with grpc.aio.insecure_channel(face.server.address, options=small) as channel:
+    async with grpc.aio.insecure_channel(face.server.address, options=SMALL) as channel:
         stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         call = stub.Generate(sent).__aiter__()
         messages = [await anext(call)]
