@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from jaxinfer.engine import Engine
 from serving.config import ServerConfig
+from tests.serving.http.dialect_support import chain_engine, start_calling
 from tests.serving.live import LiveServer
 
 
@@ -35,3 +37,13 @@ def parsing_server(tiny_engine: Engine) -> Iterator[LiveServer]:
     live = LiveServer(config, tiny_engine)
     yield live
     live.close()
+
+
+@pytest.fixture(scope="session")
+def calling_server(chain: Callable[..., Path]) -> Iterator[LiveServer]:
+    """A server whose model reasons and calls a tool, whatever it is asked."""
+    engine = chain_engine(chain)
+    live = start_calling(engine)
+    yield live
+    live.close()
+    engine.close()

@@ -27,7 +27,7 @@ def chain_engine(chain: Callable[..., Path]) -> Engine:
     return Engine(str(chain([ord(c) for c in "\n" + ANSWER])), progress=False, **small)
 
 
-def parsing_server(engine: Engine) -> LiveServer:
+def start_calling(engine: Engine) -> LiveServer:
     """A server that tells reasoning and tool calls apart."""
     config = ServerConfig(
         model="chain",

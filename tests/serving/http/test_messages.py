@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,8 +16,6 @@ from tests.serving.http.dialect_support import (
     FUNCTION,
     HELLO,
     REASONING,
-    chain_engine,
-    parsing_server,
     post,
     streamed,
     whole,
@@ -30,15 +26,6 @@ from tests.serving.live import LiveServer
 
 PATH = "/v1/messages"
 TOOL = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
-
-
-@pytest.fixture(scope="module")
-def parsing(chain: Callable[..., Path]) -> Iterator[LiveServer]:
-    engine = chain_engine(chain)
-    live = parsing_server(engine)
-    yield live
-    live.close()
-    engine.close()
 
 
 def checked(server: LiveServer, **body: Any) -> dict[str, Any]:
@@ -53,39 +40,39 @@ def checked(server: LiveServer, **body: Any) -> dict[str, Any]:
     return message
 
 
-def test_reasoning_and_calls_are_blocks(parsing: LiveServer) -> None:
-    message = checked(parsing, tools=[TOOL])
+def test_reasoning_and_calls_are_blocks(calling_server: LiveServer) -> None:
+    message = checked(calling_server, tools=[TOOL])
     thinking, call = message["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", REASONING)
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "f", {"x": 1})
     assert message["stop_reason"] == "tool_use" and call["id"]
 
 
-def test_calls_are_text_when_they_are_not_asked_for(parsing: LiveServer) -> None:
-    message = checked(parsing, tools=[TOOL], tool_choice={"type": "none"})
+def test_calls_are_text_when_they_are_not_asked_for(calling_server: LiveServer) -> None:
+    message = checked(calling_server, tools=[TOOL], tool_choice={"type": "none"})
     assert [block["type"] for block in message["content"]] == ["thinking", "text"]
     assert message["content"][1]["text"] == CALL
     assert message["stop_reason"] == "end_turn"
 
 
-def test_stop_reasons(parsing: LiveServer) -> None:
-    stopped = checked(parsing, stop_sequences=["zz", "(x"])
+def test_stop_reasons(calling_server: LiveServer) -> None:
+    stopped = checked(calling_server, stop_sequences=["zz", "(x"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "(x")
     assert stopped["content"][-1]["text"] == "[f"
-    cut = checked(parsing, max_tokens=1)
+    cut = checked(calling_server, max_tokens=1)
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
     assert [block["type"] for block in cut["content"]] == ["thinking"]
 
 
-def test_a_turn_with_calls_can_be_sent_back(parsing: LiveServer) -> None:
-    message = checked(parsing, tools=[TOOL])
+def test_a_turn_with_calls_can_be_sent_back(calling_server: LiveServer) -> None:
+    message = checked(calling_server, tools=[TOOL])
     result = {"type": "tool_result", "tool_use_id": message["content"][1]["id"], "content": "7"}
     turns = [
         *HELLO,
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": [result]},
     ]
-    assert whole(parsing, PATH, {"messages": turns, "tools": [TOOL], "max_tokens": 3})["id"]
+    assert whole(calling_server, PATH, {"messages": turns, "tools": [TOOL], "max_tokens": 3})["id"]
 
 
 def test_tokens_are_counted_as_they_are_used(server: LiveServer) -> None:
@@ -108,12 +95,12 @@ def test_a_final_assistant_text_is_continued(server: LiveServer) -> None:
     assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
 
 
-def test_a_client_that_leaves_ends_its_request(parsing: LiveServer) -> None:
+def test_a_client_that_leaves_ends_its_request(calling_server: LiveServer) -> None:
     body = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 480}
-    with httpx.stream("POST", parsing.url + PATH, json=body, timeout=60) as stream:
+    with httpx.stream("POST", calling_server.url + PATH, json=body, timeout=60) as stream:
         next(stream.iter_lines())
-    parsing.settle(timeout=2)
-    assert not parsing.service.running
+    calling_server.settle(timeout=2)
+    assert not calling_server.service.running
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -22,8 +22,6 @@ from tests.serving.http.dialect_support import (
     FUNCTION,
     HELLO,
     REASONING,
-    chain_engine,
-    parsing_server,
     post,
     streamed,
     whole,
@@ -35,20 +33,6 @@ PATH = "/v1/responses"
 TOOL = {"type": "function", **FUNCTION}
 LOGPROBS = "message.output_text.logprobs"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture(scope="module")
-def engine(chain: Callable[..., Path]) -> Iterator[Engine]:
-    engine = chain_engine(chain)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def parsing(engine: Engine) -> Iterator[LiveServer]:
-    live = parsing_server(engine)
-    yield live
-    live.close()
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +90,11 @@ def test_chat_responses_and_messages_say_the_same(server: LiveServer, temperatur
     assert (prompt, told["output_tokens"]) == counts
 
 
-def test_reasoning_and_calls_are_those_of_chat(parsing: LiveServer) -> None:
+def test_reasoning_and_calls_are_those_of_chat(calling_server: LiveServer) -> None:
     chat_body = {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}]}
-    chat = whole(parsing, "/v1/chat/completions", chat_body | {"temperature": 0})
+    chat = whole(calling_server, "/v1/chat/completions", chat_body | {"temperature": 0})
     message = chat["choices"][0]["message"]
-    answer = checked(parsing, tools=[TOOL], temperature=0)
+    answer = checked(calling_server, tools=[TOOL], temperature=0)
     reasoning, call = answer["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": REASONING}]
     assert message["reasoning"] == REASONING
@@ -125,14 +109,14 @@ def test_reasoning_and_calls_are_those_of_chat(parsing: LiveServer) -> None:
     assert answer["usage"]["output_tokens_details"] == details
 
 
-def test_calls_are_text_when_they_are_not_asked_for(parsing: LiveServer) -> None:
-    answer = checked(parsing, tools=[TOOL], tool_choice="none", temperature=0)
+def test_calls_are_text_when_they_are_not_asked_for(calling_server: LiveServer) -> None:
+    answer = checked(calling_server, tools=[TOOL], tool_choice="none", temperature=0)
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message"]
     assert answer["output"][1]["content"][0]["text"] == CALL
 
 
-def test_what_is_cut_off_in_reasoning_is_incomplete(parsing: LiveServer) -> None:
-    answer = checked(parsing, max_output_tokens=1, temperature=0)
+def test_what_is_cut_off_in_reasoning_is_incomplete(calling_server: LiveServer) -> None:
+    answer = checked(calling_server, max_output_tokens=1, temperature=0)
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
     (item,) = answer["output"]
@@ -155,6 +139,20 @@ def test_the_openai_package_streams(client: openai.OpenAI) -> None:
     with client.responses.stream(**arguments, temperature=0) as manager:
         kinds = [event.type for event in manager]
     assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete"
+
+
+def test_the_openai_package_puts_reasoning_and_calls_together(calling_server: LiveServer) -> None:
+    tool: Any = TOOL | {"strict": True}
+    with (
+        openai.OpenAI(base_url=f"{calling_server.url}/v1", api_key="none", max_retries=0) as client,
+        client.responses.stream(model="chain", input="hi", tools=[tool], temperature=0) as stream,
+    ):
+        stream.until_done()
+        final = stream.get_final_response()
+    reasoning, call = final.output
+    assert reasoning.type == "reasoning" and reasoning.content
+    assert reasoning.content[0].text == REASONING
+    assert call.type == "function_call" and json.loads(call.arguments) == {"x": 1}
 
 
 def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
@@ -220,33 +218,33 @@ def test_keys_keep_responses_apart(tiny_engine: Engine) -> None:
         live.close()
 
 
-def test_a_running_response_is_cancelled(parsing: LiveServer) -> None:
+def test_a_running_response_is_cancelled(calling_server: LiveServer) -> None:
     body = {"input": "hi", "stream": True, "ignore_eos": True, "max_output_tokens": 480}
-    with httpx.stream("POST", parsing.url + PATH, json=body, timeout=60) as stream:
+    with httpx.stream("POST", calling_server.url + PATH, json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         name = next(line for line in lines if line.startswith("data: ")).split('"id":"')[1]
         name = name.split('"')[0]
-        running = httpx.get(f"{parsing.url}{PATH}/{name}").json()
+        running = httpx.get(f"{calling_server.url}{PATH}/{name}").json()
         assert running["status"] == "in_progress"
         Response.model_validate(running)
-        cancelled = httpx.post(f"{parsing.url}{PATH}/{name}/cancel").json()
+        cancelled = httpx.post(f"{calling_server.url}{PATH}/{name}/cancel").json()
         assert (cancelled["id"], cancelled["status"]) == (name, "cancelled")
         last = [line for line in lines if line.startswith("data: ")][-1]
     assert '"type":"response.failed"' in last and '"status":"cancelled"' in last
-    parsing.settle()
-    assert httpx.get(f"{parsing.url}{PATH}/{name}").json()["status"] == "cancelled"
-    assert httpx.post(f"{parsing.url}{PATH}/{name}/cancel").status_code == 400
+    calling_server.settle()
+    assert httpx.get(f"{calling_server.url}{PATH}/{name}").json()["status"] == "cancelled"
+    assert httpx.post(f"{calling_server.url}{PATH}/{name}/cancel").status_code == 400
 
 
 # --- what goes wrong --------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_ends_its_request(parsing: LiveServer) -> None:
+def test_a_client_that_leaves_ends_its_request(calling_server: LiveServer) -> None:
     body = {"input": "hi", "stream": True, "ignore_eos": True, "max_output_tokens": 480}
-    with httpx.stream("POST", parsing.url + PATH, json=body, timeout=60) as stream:
+    with httpx.stream("POST", calling_server.url + PATH, json=body, timeout=60) as stream:
         next(stream.iter_lines())
-    stats = parsing.settle(timeout=2)
-    assert stats is not None and not parsing.service.running
+    stats = calling_server.settle(timeout=2)
+    assert stats is not None and not calling_server.service.running
 
 
 @pytest.mark.parametrize(
@@ -293,6 +291,6 @@ def test_a_failure_after_the_first_event_is_an_event(
     assert post(server, PATH, {"input": "x"}).status_code == 500
 
 
-def test_the_models_text_is_what_the_tests_say(parsing: LiveServer) -> None:
+def test_the_models_text_is_what_the_tests_say(calling_server: LiveServer) -> None:
     body = {"prompt": "\n", "temperature": 0, "max_tokens": 40}
-    assert whole(parsing, "/v1/completions", body)["choices"][0]["text"] == ANSWER
+    assert whole(calling_server, "/v1/completions", body)["choices"][0]["text"] == ANSWER
