@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import timeit
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from jaxinfer.core import StepReport
 from jaxinfer.engine import Engine
 from jaxinfer.errors import Overloaded, Unavailable
 from jaxinfer.inputs import Prompt
-from jaxinfer.types import SamplingParams
+from jaxinfer.types import RequestOutput, SamplingParams
 from serving.config import ServerConfig
 from serving.metrics import Metrics
 from serving.service import Call, Phase, Service
@@ -276,3 +276,22 @@ def test_watching_a_step_costs_little(engine):
     metrics.on_step.clear()  # other servers of this module
     best = min(timeit.repeat(lambda: step(report), number=1000, repeat=5)) / 1000
     assert best < 20e-6, "a step's time is about a millisecond"
+
+
+def test_a_call_that_dies_of_a_fault_keeps_its_tokens(engine, monkeypatch):
+    service, metrics = make(engine)
+    start = service._start
+
+    async def faulty(call: Call) -> AsyncGenerator[RequestOutput]:
+        async with aclosing(start(call)) as stream:
+            async for item in stream:
+                yield item
+                raise RuntimeError("a fault")
+
+    monkeypatch.setattr(service, "_start", faulty)
+    with pytest.raises(RuntimeError):
+        asyncio.run(ask(service, [5, 6, 7], max_tokens=30))
+    page = read(metrics)
+    assert value(page, "vllm:request_success_total", finished_reason="error") == 1
+    assert value(page, "vllm:generation_tokens_total") >= 1
+    assert value(page, "jaxinfer:requests_in_flight") == 0
