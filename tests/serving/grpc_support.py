@@ -6,6 +6,7 @@ Imports no test of its own. Called by tests/serving/test_grpc*.py and test_kserv
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -146,3 +147,24 @@ def slow_steps(engine: Engine, seconds: float = 0.01) -> Iterator[None]:
         yield
     finally:
         engine.core.on_step = before
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    """Up to four changes: bits, bytes, cuts, copies, insertions, huge varints."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(out) + 1)
+        match rng.randrange(6):
+            case 0 if out:
+                out[at % len(out)] ^= 1 << rng.randrange(8)
+            case 1 if out:
+                out[at % len(out)] = rng.randrange(256)
+            case 2:
+                del out[at : at + rng.randint(1, 8)]
+            case 3:
+                out[at:at] = out[at : at + rng.randint(1, 12)]
+            case 4:
+                out[at:at] = rng.randbytes(rng.randint(1, 6))
+            case _:
+                out[at:at] = b"\xff" * rng.randint(1, 9) + b"\x01"
+    return bytes(out)

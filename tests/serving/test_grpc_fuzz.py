@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from jaxinfer.engine import Engine
 from serving.grpc_engine import NAME
-from tests.serving.grpc_support import Face, idle, join, request, serving, until
+from tests.serving.grpc_support import Face, idle, join, mutate, request, serving, until
 
 AT_ONCE = 16
 
@@ -34,27 +34,6 @@ def valid() -> list[bytes]:
     third.mm_inputs.mm_hashes.append("x")
     third.kv_transfer_params_json = "{}"
     return [message.SerializeToString() for message in (first, second, third)]
-
-
-def mutate(rng: random.Random, data: bytes) -> bytes:
-    """Up to four changes: bits, bytes, cuts, copies, insertions, huge varints."""
-    out = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(out) + 1)
-        match rng.randrange(6):
-            case 0 if out:
-                out[at % len(out)] ^= 1 << rng.randrange(8)
-            case 1 if out:
-                out[at % len(out)] = rng.randrange(256)
-            case 2:
-                del out[at : at + rng.randint(1, 8)]
-            case 3:
-                out[at:at] = out[at : at + rng.randint(1, 12)]
-            case 4:
-                out[at:at] = rng.randbytes(rng.randint(1, 6))
-            case _:
-                out[at:at] = b"\xff" * rng.randint(1, 9) + b"\x01"
-    return bytes(out)
 
 
 async def send(face: Face, raw: bytes) -> grpc.StatusCode:

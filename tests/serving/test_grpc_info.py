@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from tokenizers import Tokenizer
 
 from jaxinfer.engine import Engine
+from jaxinfer.loading import load
 from serving.grpc_tokenizer import CHUNK, bundle, chunks
 from serving.kv_events import KvEventHub
 from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, IM_END, VOCAB, byte_tokenizer
@@ -243,3 +244,17 @@ async def test_profiles(face: Face) -> None:
         assert (await face.stub.StartProfile(request_)).message == "profile today begins"
     assert (await face.stub.StopProfile(stop())).success
     assert recorder.calls == [None, 3, "stop"]
+
+
+@pytest.mark.demo
+def test_tokenizer_of_a_gguf_file(demo_model: Path) -> None:
+    """The archive alone gives the same ids, the special tokens and the chat template."""
+    model = load(demo_model)
+    assert model.tokenizer is not None and model.template is not None
+    found = zipfile.ZipFile(io.BytesIO(bundle(model, model.tokenizer, None)))
+    loaded = Tokenizer.from_str(found.read("tokenizer.json").decode())
+    text = "<|im_start|>user\nHello, wörld 😀 1234<|im_end|>\n"
+    assert loaded.encode(text).ids == model.tokenizer.encode(text)
+    config = json.loads(found.read("tokenizer_config.json"))
+    assert config["chat_template"] == model.template.source
+    assert config["eos_token"] == model.tokenizer.eos_token

@@ -6,6 +6,7 @@ Its package comes from the environment given with --clients; nothing else is tak
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
@@ -20,7 +21,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.types import SamplingParams
 from serving.kserve import NAME
 from serving.service import Phase
-from tests.serving.grpc_support import Face, idle, serving, slow_steps, until
+from tests.serving.grpc_support import Face, idle, mutate, serving, slow_steps, until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 FINAL = "triton_final_response"
@@ -270,3 +271,27 @@ async def test_bytes_that_are_no_message_end_a_stream(face: Face) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call.read()
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_damaged_requests(face: Face, triton: Any) -> None:
+    """Every answer is a result or a refusal; nothing of the inside, no page lost (see the fixture)."""
+    pb = import_module("tritonclient.grpc.service_pb2")
+    valid = pb.ModelInferRequest(model_name="tiny", id="x", raw_input_contents=[b"\2\0\0\0ab"])
+    valid.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    valid.parameters["max_tokens"].int64_param = 3
+    valid.parameters["stop"].string_param = '["a"]'
+    valid.parameters["temperature"].double_param = 0.5
+    rng, data = random.Random(3), valid.SerializeToString()
+    infer: Any = face.channel.unary_unary(f"/{NAME}/ModelInfer")
+    codes = set()
+    for _ in range(300):
+        try:
+            await infer(mutate(rng, data), timeout=60)
+            codes.add(grpc.StatusCode.OK)
+        except grpc.aio.AioRpcError as error:
+            codes.add(error.code())
+    assert codes == {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+    }
