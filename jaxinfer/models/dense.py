@@ -16,13 +16,14 @@ import jax.numpy as jnp
 
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.layers.attention import Cache, attend
-from jaxinfer.layers.batch import Batch
+from jaxinfer.layers.batch import Batch, KindBatch
 from jaxinfer.layers.linear import linear, unembed
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_table
-from jaxinfer.model_config import ModelConfig
+from jaxinfer.model_config import LayerConfig, ModelConfig
 from jaxinfer.params import ParamSpec, WeightRule
+from jaxinfer.rope_config import RopeConfig
 
 Params = dict[str, Any]
 Tap = Callable[[str, jax.Array], jax.Array]
@@ -142,38 +143,67 @@ def forward(
     `tap` sees, and may replace, the named values: "embed", "layers.N.{attn_in,q,k,v,attn_out,mlp_out,
     out}" and "final_norm"; q and k come after rope, attn_out and mlp_out just before they are added.
     """
-    tap = tap or _no_tap
     kind_of = {window: batch.kinds[i] for i, window in enumerate(_windows(config))}
-    tables = {r: rope_table(r, batch.positions, batch.rope_length) for r in config.ropes}
-    x = tap("embed", _scaled(params["embed"][batch.tokens], config.embed_scale))
+    tables: dict[RopeConfig | None, Any] = {
+        r: rope_table(r, batch.positions, batch.rope_length) for r in config.ropes
+    }
+    tables[None] = None
+    x = _scaled(params["embed"][batch.tokens], config.embed_scale)
+    x = x if tap is None else tap("embed", x)
     out_caches = []
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        layer_tap = partial(_prefixed, tap, f"layers.{i}.")
-        h = layer_tap("attn_in", _norm(x, weights, "attn_norm", config))
-        q, k, v = _qkv(h, weights, config)
-        if layer.rope is not None:
-            q, k = (apply_rope(y, *tables[layer.rope]) for y in (q, k))
-        q = _grown(q, config, batch)
-        q, k, v = layer_tap("q", q), layer_tap("k", k), layer_tap("v", v)
-        cache, out = attend(
-            q,
-            k,
-            v,
-            caches[i],
-            kind_of[layer.window],
-            batch,
-            scale=config.scale,
-            window=layer.window,
-            softcap=config.attention_softcap,
-        )
+        inputs = (x, weights, caches[i], kind_of[layer.window], tables[layer.rope], batch)
+        if tap is None:
+            cache, x = _traced_once(layer, config, *inputs)
+        else:
+            cache, x = _layer(layer, config, *inputs, tap=partial(_prefixed, tap, f"layers.{i}."))
         out_caches.append(cache)
-        out = linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
-        x = x + layer_tap("attn_out", _branch(out, weights, "attn_post_norm", config))
-        out = gated_mlp(_norm(x, weights, "mlp_norm", config), weights, config.activation)
-        x = x + layer_tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
-        x = layer_tap("out", x)
     x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm)
-    return out_caches, tap("final_norm", x)
+    return out_caches, x if tap is None else tap("final_norm", x)
+
+
+def _layer(
+    layer: LayerConfig,
+    config: ModelConfig,
+    x: jax.Array,
+    weights: Params,
+    cache: Cache,
+    kind: KindBatch,
+    table: tuple[jax.Array, jax.Array] | None,
+    batch: Batch,
+    *,
+    tap: Tap,
+) -> tuple[Cache, jax.Array]:
+    """One layer on x[T, D]: (its cache with the new entries, its output[T, D])."""
+    h = tap("attn_in", _norm(x, weights, "attn_norm", config))
+    q, k, v = _qkv(h, weights, config)
+    if table is not None:
+        q, k = (apply_rope(y, *table) for y in (q, k))
+    q = _grown(q, config, batch)
+    q, k, v = tap("q", q), tap("k", k), tap("v", v)
+    cache, out = attend(
+        q,
+        k,
+        v,
+        cache,
+        kind,
+        batch,
+        scale=config.scale,
+        window=layer.window,
+        softcap=config.attention_softcap,
+    )
+    out = linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
+    x = x + tap("attn_out", _branch(out, weights, "attn_post_norm", config))
+    out = gated_mlp(_norm(x, weights, "mlp_norm", config), weights, config.activation)
+    x = x + tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
+    return cache, tap("out", x)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _traced_once(layer: LayerConfig, config: ModelConfig, *inputs: Any) -> tuple[Cache, jax.Array]:
+    """`_layer` without taps. Equal layers share one trace and one function of the program, which XLA
+    inlines: the step is the same, and Python has a third of the work to make it."""
+    return _layer(layer, config, *inputs, tap=_no_tap)
 
 
 def _no_tap(_name: str, value: jax.Array) -> jax.Array:

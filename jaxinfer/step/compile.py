@@ -11,8 +11,10 @@ import hashlib
 import logging
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from jaxinfer.step.pack import LOAD_SIZE, buffer_size
 from jaxinfer.step.state import DeviceState
 
 log = logging.getLogger(__name__)
+MAX_COMPILERS = 4  # rungs that compile at once: each takes a core and some hundred MB
 DEFAULT_CACHE = Path.home() / ".cache" / "jaxinfer" / "xla"
 
 
@@ -109,6 +112,7 @@ class Executables:
         self.compile_seconds = 0.0
         self.warm = False
         self._strict = strict
+        self._lock = threading.Lock()  # of the counters, while several rungs compile
         self._params = jax.tree.map(_abstract, params)
         self._state = jax.tree.map(_abstract, state)
         self._steps: dict[StepShape, Any] = {}
@@ -137,15 +141,20 @@ class Executables:
         return self._load
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile everything that service can need."""
-        for i, shape in enumerate(self.ladder):
-            self.step(shape)
-            if progress:
-                progress(i + 1, len(self.ladder) + 1)
-        self.load()
+        """Compile everything that service can need, several rungs at once."""
+        workers = min(MAX_COMPILERS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers, thread_name_prefix="jaxinfer-compile") as pool:
+            jobs = [pool.submit(self.step, shape) for shape in self.ladder]
+            jobs.append(pool.submit(self.load))
+            try:
+                for i, job in enumerate(as_completed(jobs), start=1):
+                    job.result()
+                    if progress:
+                        progress(i, len(jobs))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         self.warm = True
-        if progress:
-            progress(len(self.ladder) + 1, len(self.ladder) + 1)
 
     def _compile(self, what: str, function: Callable, args: tuple, size: int, donate: int) -> Any:
         if self.warm and self._strict:
@@ -153,8 +162,9 @@ class Executables:
         start = time.perf_counter()
         buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
         compiled = jax.jit(function, donate_argnums=donate).lower(*args, buffer).compile()
-        self.compiles += 1
-        self.compile_seconds += time.perf_counter() - start
+        with self._lock:
+            self.compiles += 1
+            self.compile_seconds += time.perf_counter() - start
         return compiled
 
 
