@@ -99,7 +99,7 @@ async def _stream(job: ChatJob) -> AsyncGenerator[bytes]:
 async def _events(
     job: ChatJob, writer: MessageWriter, interval: int
 ) -> AsyncGenerator[list[Event]]:
-    """Events of each step that has any. Raises Failed for an aborted request: there is no reason for it."""
+    """Events of each step that has any. Raises Failed for an aborted one: it has no stop reason."""
     answer, begun = Answer(job), False
 
     def counts() -> dict[str, Any]:
@@ -112,12 +112,13 @@ async def _events(
             events = [] if begun else writer.open(counts())
             begun = True
             events += writer.add(step.segments)
-            if step.finish_reason == "abort":
-                raise Failed("the request was aborted")
-            if step.finish_reason is not None:
+            aborted = step.finish_reason == "abort"
+            if step.finish_reason is not None and not aborted:
                 events += writer.close(step.finish_reason, step.stop_reason, counts())
             if events:
                 yield events
+            if aborted:
+                raise Failed("the request was aborted")
 
 
 def _encoded(events: Iterable[Event]) -> bytes:

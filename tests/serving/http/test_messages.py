@@ -103,6 +103,18 @@ def test_a_client_that_leaves_ends_its_request(calling_server: LiveServer) -> No
     assert not calling_server.service.running
 
 
+def test_an_aborted_stream_ends_with_an_error(calling_server: LiveServer) -> None:
+    body = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 480}
+    with httpx.stream("POST", calling_server.url + PATH, json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        service = calling_server.service
+        assert calling_server.call(service.abort(stream.headers["request-id"]))
+        kinds = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert kinds[-1] == "error" and "message_stop" not in kinds
+    calling_server.settle()
+
+
 @pytest.mark.parametrize(
     ("body", "status", "kind", "param"),
     [
