@@ -61,7 +61,7 @@ def same(whole: dict[str, Any], joined: dict[str, Any]) -> bool:
     """Whether a joined stream tells what the whole answer does, but for ids that are random."""
 
     def known(answer: dict[str, Any]) -> Any:
-        kept = {
+        kept: dict[str, Any] = {
             k: answer.get(k) for k in ("choices", "usage", "prompt_logprobs", "prompt_token_ids")
         }
         kept["usage"] = {**kept["usage"], "prompt_tokens_details": None}
