@@ -26,7 +26,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {}},
 }
-SECRET = "/home/somebody/secret 0x7f00"
+SECRET = "/etc/secret 0x7f00"
 
 
 async def breaking(call: Call) -> AsyncGenerator[RequestOutput]:
