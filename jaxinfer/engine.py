@@ -23,7 +23,7 @@ from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable
 from jaxinfer.inputs import default_sampling_params
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.outputs import RequestState
-from jaxinfer.progress import console_progress
+from jaxinfer.progress import Progress, console_progress
 from jaxinfer.scheduler.sequence import Sequence, Update
 from jaxinfer.types import FinishReason, Request, RequestOutput, SamplingParams
 
@@ -65,9 +65,12 @@ class Engine:
         model: a model reference or a LoadedModel. options: any EngineConfig field, or vLLM's name for it.
     """
 
-    def __init__(self, model: str | LoadedModel, *, progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: str | LoadedModel, *, progress: bool | Progress = True, **options: Any
+    ) -> None:
         config = engine_config(**options)
-        with console_progress(progress) as bars:
+        shown = progress if isinstance(progress, Progress) else console_progress(progress)
+        with shown as bars:
             if not isinstance(model, LoadedModel):
                 model = load(model, dtype=config.dtype, progress=bars.update)
             self.model = model
@@ -105,33 +108,22 @@ class Engine:
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request: each item holds everything so far, the last one is `finished`.
 
-        With `deltas` an item holds what came since the last one (RequestState.delta). A slow reader
-        gets fewer, longer items.
-
-        No `sampling_params`: the checkpoint's own. Leaving the iteration early aborts the request; so does
-        `timeout` (seconds). Raises InvalidRequest, CapacityError or Unavailable before anything is queued.
+        With `deltas` an item holds what came since the last one (RequestState.delta); a slow reader gets
+        fewer, longer items. No `sampling_params`: the checkpoint's own. Leaving the iteration early aborts
+        the request; so does `timeout` (seconds). Raises InvalidRequest, CapacityError or Unavailable
+        before anything is queued.
         """
         if self._draining or self._closed:
             raise Unavailable("the engine is draining and takes no new requests")
         name = self._name(request_id)
-        checked = self.inputs.prompt(prompt)
-        requests = self.inputs.requests(
-            name,
-            checked,
-            self.get_default_sampling_params() if sampling_params is None else sampling_params,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            use_prefix_cache=use_prefix_cache,
-        )
-        for request in requests:
-            self.core.scheduler.check_fits(request)
-        state = RequestState(name, checked, requests, self.model.tokenizer)
+        params = sampling_params or self.get_default_sampling_params()
+        options = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        state = self._state(name, prompt, params, use_prefix_cache=use_prefix_cache, **options)
         stream = _Stream(name, asyncio.get_running_loop())
         entry = (state, stream)
         if self._active.setdefault(name, entry) is not entry:  # another event loop was faster
             raise _in_use(name)
-        self._inbox.put(lambda: self._submit(requests, stream))
+        self._inbox.put(lambda: self._submit(state.requests, stream))
         try:
             if self._closed:  # by another thread, after the check above: nobody may read the inbox
                 raise Unavailable("the engine is closed and takes no new requests")
@@ -145,6 +137,16 @@ class Engine:
             self._active.pop(name, None)
             for rid in state.unfinished_ids():
                 self._end(rid, stream, FinishReason.ABORT)
+
+    def _state(
+        self, name: str, prompt: Any, params: SamplingParams, **options: Any
+    ) -> RequestState:
+        """A checked request that has not begun."""
+        checked = self.inputs.prompt(prompt)
+        requests = self.inputs.requests(name, checked, params, **options)
+        for request in requests:
+            self.core.scheduler.check_fits(request)
+        return RequestState(name, checked, requests, self.model.tokenizer)
 
     async def abort(self, request_id: str) -> bool:
         """End a client request; its stream yields finish_reason "abort". False if it isn't running."""

@@ -5,11 +5,14 @@ Bars appear only after two seconds and only on a terminal; elsewhere nothing is 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any, Self
 
+log = logging.getLogger(__name__)
 DELAY_SECONDS = 2.0
+LOG_SECONDS = 5.0
 
 
 class Progress:
@@ -51,6 +54,20 @@ class ConsoleProgress(Progress):
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
         self._bars.update(self._tasks[what], completed=done, total=total)
+
+
+class LogProgress(Progress):
+    """Log lines, one an activity each few seconds and at its end: for servers."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def update(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        begun = self._last.setdefault(what, now)
+        if done >= total or now - begun >= LOG_SECONDS:
+            self._last[what] = now
+            log.info("%s: %d of %d", what, done, total)
 
 
 def _bars() -> Any:

@@ -20,6 +20,7 @@ import uvicorn
 
 from jaxinfer.engine import Engine
 from jaxinfer.errors import ConfigError
+from jaxinfer.progress import LogProgress
 from serving.config import ServerConfig
 from serving.http_server import UVICORN_OPTIONS, build_app
 from serving.logs import RequestLog, configure_logging
@@ -94,7 +95,7 @@ class Server:
 
             self._grpc = await start_grpc(service)
             self.grpc_port = self._grpc.port
-            log.info("gRPC on %s", _address(config, self.grpc_port))
+            log.info("gRPC on %s:%s", config.host, self.grpc_port)
 
     def _open_kv_events(self) -> None:
         from serving.kv_events import KvEventHub, KvEventsConfig
@@ -111,7 +112,9 @@ class Server:
         if self._engine is None:
             self._engine = await _in_daemon_thread(
                 lambda: Engine(
-                    self.config.model, **({"warmup": "eager"} | dict(self.config.engine))
+                    self.config.model,
+                    progress=LogProgress(),
+                    **({"warmup": "eager"} | dict(self.config.engine)),
                 )
             )
         engine = self._engine
@@ -170,6 +173,8 @@ class Server:
             await self._http.stop()
         if self._own_engine:
             await asyncio.to_thread(self.service.close)
+        elif self._engine is not None:
+            self._engine.set_kv_listener(None)
         for part in (self._publisher, self._tracing, self.service.profiler):
             if part is not None:
                 await asyncio.to_thread(part.close)
@@ -241,9 +246,13 @@ async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
 
     def work() -> None:
         try:
-            answer.set_result(function())
+            result = function()
         except BaseException as error:
-            answer.set_exception(error)
+            if answer.set_running_or_notify_cancel():  # False: a signal has ended the wait
+                answer.set_exception(error)
+        else:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(result)
 
     threading.Thread(target=work, name="jaxinfer-load", daemon=True).start()
     return await asyncio.wrap_future(answer)
