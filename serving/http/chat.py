@@ -20,7 +20,8 @@ from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
 from serving.http.chat_stream import stream
-from serving.http.errors import JsonResponse, UnsupportedField, counted
+from serving.http.chunks import whole as whole_body
+from serving.http.errors import UnsupportedField, counted
 from serving.http.exchange import Collected, Whole, collect, make_calls, request_id
 from serving.http.fields import sampling_params, warning_headers
 from serving.http.prompts import chat_prompt
@@ -89,7 +90,8 @@ async def chat(request: Request) -> Response:
         idle = service.config.limits.idle_seconds
         return EventStream(with_errors(stream(job)), idle, headers)
     done = await while_connected(request.receive, collect(service, [job.call]))
-    return JsonResponse(await service.in_thread(_whole, job, done), headers=headers)
+    body = await service.in_thread(_whole, job, done)
+    return Response(body, headers=headers, media_type="application/json")
 
 
 ROUTES = [Route("/v1/chat/completions", chat, methods=["POST"])]
@@ -214,18 +216,18 @@ def _echo(service: Service, body: ChatRequest) -> str:
 # --- whole ------------------------------------------------------------------------------------------
 
 
-def _whole(job: ChatJob, done: Collected) -> dict[str, Any]:
+def _whole(job: ChatJob, done: Collected) -> bytes:
     """The answer. Runs in a thread: parsing a long text takes a while."""
     if job.reasons:
         done.usage.reasoning = 0
     choices = [_choice(job, i, whole, done) for i, whole in enumerate(done.outputs[0])]
-    body = {**job.fixed("chat.completion"), "choices": choices, "usage": done.usage.json()}
+    more: dict[str, Any] = {"usage": done.usage.json()}
     scores = done.prompt_logprobs[0]
     if scores is not None:
-        body["prompt_logprobs"] = forms.prompt_logprobs(scores, job.params.prompt_logprobs or 0)
+        more["prompt_logprobs"] = forms.prompt_logprobs(scores, job.params.prompt_logprobs or 0)
     if job.body.return_token_ids:
-        body["prompt_token_ids"] = list(job.call.prompt.token_ids)
-    return body
+        more["prompt_token_ids"] = list(job.call.prompt.token_ids)
+    return whole_body(job.fixed("chat.completion"), choices, more)
 
 
 def _choice(job: ChatJob, index: int, whole: Whole, done: Collected) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""The frame of a stream's chunks: what stays the same is encoded once, usage is added where asked for.
+"""JSON of answers: whole ones, and the frame of a stream's chunks.
 
-A chunk is `begin(index)` + the choice's own members + `end()`. Called by completions and chat.
+What stays the same in chunks is encoded once, usage is added where asked for. A chunk is
+`begin(index)`, the choice's own members, and `end()`. Called by completions and chat.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxinfer.types import RequestOutput
@@ -58,6 +59,15 @@ class Frame:
     def usage_event(self) -> bytes:
         """The last chunk, for include_usage."""
         return event({**self._fixed, "choices": [], "usage": self.usage.json()})
+
+
+def whole(fixed: dict[str, Any], choices: Iterable[dict[str, Any]], more: dict[str, Any]) -> bytes:
+    """The body of a whole answer: `fixed`, the choices, then `more`.
+
+    For a thread: encoding holds Python's lock, so it is done choice by choice.
+    """
+    parts = ",".join(dumps(choice) for choice in choices)
+    return f'{dumps(fixed)[:-1]},"choices":[{parts}],{dumps(more)[1:]}'.encode()
 
 
 def dumps(value: Any) -> str:

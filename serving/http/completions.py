@@ -24,7 +24,8 @@ from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
 from serving.http.chunks import Frame, dumps, ending
-from serving.http.errors import JsonResponse, counted
+from serving.http.chunks import whole as whole_body
+from serving.http.errors import counted
 from serving.http.exchange import (
     Collected,
     Whole,
@@ -90,7 +91,8 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return EventStream(with_errors(_stream(job)), service.config.limits.idle_seconds, headers)
     done = await while_connected(request.receive, collect(service, job.calls))
-    return JsonResponse(_whole(job, done), headers=headers)
+    body = await service.in_thread(_whole, job, done)
+    return Response(body, headers=headers, media_type="application/json")
 
 
 ROUTES = [Route("/v1/completions", completions, methods=["POST"])]
@@ -151,13 +153,13 @@ def _echoes(service: Service, prompts: Sequence[Prompt], skip_special: bool) -> 
 # --- whole ------------------------------------------------------------------------------------------
 
 
-def _whole(job: Job, done: Collected) -> dict[str, Any]:
-    choices = [
+def _whole(job: Job, done: Collected) -> bytes:
+    choices = (
         _choice(job, i, i * job.params.n + k, whole, done.prompt_logprobs[i])
         for i, outputs in enumerate(done.outputs)
         for k, whole in enumerate(outputs)
-    ]
-    return {**job.fixed, "choices": choices, "usage": done.usage.json()}
+    )
+    return whole_body(job.fixed, choices, {"usage": done.usage.json()})
 
 
 def _choice(job: Job, call: int, index: int, whole: Whole, scores: Any) -> dict[str, Any]:

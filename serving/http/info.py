@@ -83,17 +83,28 @@ async def load(request: Request) -> Response:
 async def loads(request: Request) -> Response:
     """SGLang's, which routers poll: one entry, as there is one engine."""
     service = _service(request)
-    waiting, waiting_tokens = service.waiting()
-    running = len(service.running) - waiting
-    body: dict[str, Any] = {
-        "dp_rank": 0,
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
-        "num_waiting_uncached_tokens": waiting_tokens,
-        "num_total_reqs": running + waiting,
-        "max_running_requests": service.engine.core.config.max_num_seqs,
-    }
-    return JsonResponse({"timestamp": time.time(), "dp_rank_count": 1, "loads": [body]})
+    engine, entries = service.engine, []
+    if request.query_params.get("dp_rank", "0") in ("0", ""):
+        stats, page, rows = engine.stats(), engine.core.config.page_size, engine.core.config.rows
+        pool = max(stats["kinds"], key=lambda kind: kind["protected"] / max(kind["total"], 1))
+        running, waiting = stats["running"], stats["waiting"]
+        entries.append(
+            {
+                "dp_rank": 0,
+                "num_running_reqs": running,
+                "num_waiting_reqs": waiting,
+                "num_waiting_uncached_tokens": service.waiting()[1] if waiting else 0,
+                "num_total_reqs": running + waiting,
+                "num_used_tokens": pool["protected"] * page,
+                "max_total_num_tokens": pool["total"] * page,
+                "token_usage": pool["protected"] / max(pool["total"], 1),
+                "cache_hit_rate": stats["prefix_hits"] / max(stats["prefix_queries"], 1),
+                "utilization": running / rows,
+                "max_running_requests": rows,
+            }
+        )
+    body = {"timestamp": time.time(), "version": jaxinfer.__version__}
+    return JsonResponse({**body, "dp_rank_count": len(entries), "loads": entries})
 
 
 async def metrics(request: Request) -> Response:

@@ -13,6 +13,7 @@ import pytest
 from openai.types import Completion
 
 from jaxinfer.types import RequestOutput, SamplingParams
+from serving.config import ServerConfig
 from tests.serving.http.wire import completion, events, join_completion
 from tests.serving.live import LiveServer
 
@@ -109,6 +110,34 @@ def test_streamed_is_whole_is_the_engine(name: str, http: httpx.Client, server: 
             assert {int(k): v["logprob"] for k, v in told.items()} == {
                 k: v.logprob for k, v in entry.items()
             }
+
+
+@pytest.mark.parametrize("interval", [2, 5])
+def test_answers_do_not_depend_on_the_chunks(interval: int, http: httpx.Client, server: LiveServer):
+    """R-LPB-03: chunks of several tokens."""
+    config = ServerConfig(model="tiny", port=0, stream_interval=interval)
+    coarse = LiveServer(config, server.engine)
+    sizes: list[int] = []
+    try:
+        with httpx.Client(base_url=coarse.url, timeout=60) as other:
+            for name in ("three outputs", "logprobs", "stop", "held at the end", "prompt scores"):
+                body = {"max_tokens": 12, "temperature": 0, "seed": 1} | CASES[name]
+                chunks = stream(other, **body, return_token_ids=True)
+                whole = post(http, **body, return_token_ids=True)
+                assert join_completion(chunks)["choices"] == whole["choices"]
+                sizes += [len(c["token_ids"]) for e in chunks for c in e["choices"]]
+    finally:
+        coarse.close()
+    assert max(sizes) >= interval
+
+
+def test_many_prompts_at_once(http: httpx.Client):
+    ids = [[65 + i % 20, 65 + i // 20 % 20] for i in range(1024)]
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    whole = post(http, **body)
+    assert [c["text"][:2] for c in whole["choices"]] == ["".join(map(chr, p)) for p in ids]
+    assert whole["usage"]["completion_tokens"] == 1024
+    assert join_completion(stream(http, **body))["choices"] == whole["choices"]
 
 
 @pytest.mark.parametrize(
