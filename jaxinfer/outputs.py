@@ -83,7 +83,7 @@ class RequestState:
         output = self.outputs[index]
         if output.finish_reason is not None:
             return None  # a token that was in flight when a stop string ended the output
-        self._stamp(update)
+        self._stamp(index, update)
         if update.prompt_scores is not None and self._prompt_scores is not None and index == 0:
             self._prompt_scores.extend(update.prompt_scores)
         if update.token is not None:
@@ -95,9 +95,10 @@ class RequestState:
             self._finish(index, update.finish_reason)
         return None
 
-    def _stamp(self, update: Update) -> None:
+    def _stamp(self, index: int, update: Update) -> None:
         sequence, metrics = update.sequence, self.metrics
-        self.cached_tokens = max(self.cached_tokens, sequence.cached_tokens or 0)
+        if index == 0:  # the others find in the cache what the first one has computed
+            self.cached_tokens = sequence.cached_tokens or 0
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = sequence.metrics.first_scheduled_time
         if metrics.first_token_time is None and update.token is not None:
