@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from jaxinfer.errors import InvalidRequest
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer, encode_ids
 
 # Unicode's noncharacters: no text holds them for a reason.
 _MARKS = [chr(c) for c in range(0xFDD0, 0xFDE0)]
@@ -51,7 +51,7 @@ class SpecialGuard:
             return _SEPARATORS[2 * token.lstrip + token.rstrip]
 
         text = self._pattern.sub(stand_in, text).replace(mark, "")
-        ids = self._plain.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = encode_ids(self._plain, text, add_special_tokens)
         separators = {self._plain.token_to_id(s) for s in _SEPARATORS}
         names = iter(real)
         return [self._id(next(names)) if i in separators else i for i in ids]

@@ -184,13 +184,7 @@ class Tokenizer:
             raise InvalidRequest(
                 f"prompt has a lone surrogate at character {error.start}; send valid Unicode text"
             ) from None
-        if len(text) < LONG_TEXT:
-            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # only the batch call lets other threads run meanwhile
-            (encoded,) = self.backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            ids = encoded.ids
+        ids = encode_ids(self.backend, text, add_special_tokens)
         return self._with_bos_rule(text, ids) if add_special_tokens else ids
 
     def _with_bos_rule(self, text: str, ids: list[int]) -> list[int]:
@@ -242,6 +236,17 @@ class Tokenizer:
         if token is None:
             raise ConfigError(f"{name}={text!r} is not in the tokenizer's vocabulary")
         return token
+
+
+def encode_ids(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False
+) -> list[int]:
+    """Token ids of `text`; while a long one is encoded, other threads run."""
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    # Only the batch call releases Python's lock.
+    (encoded,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoded.ids
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> None:

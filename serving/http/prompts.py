@@ -31,11 +31,7 @@ async def text_prompt(
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text that may be longer than the model's length, within bounds."""
-    longest = service.engine.core.max_model_len * MAX_TOKEN_CHARS
-    if len(text) > longest:
-        raise BadField(
-            "prompt", f"prompt has {len(text)} characters; at most {longest} are allowed"
-        )
+    _check_length(service, "prompt", len(text))
     return await service.in_thread(service.tokenizer.encode, text, add_special_tokens)
 
 
@@ -52,6 +48,7 @@ async def chat_prompt(
     Args:
         template_kwargs: all of them. truncate: as text_prompt, of a prompt that fits the model.
     """
+    _check_length(service, "messages", sum(_characters(m.get("content")) for m in body.messages))
     continues = bool(body.continue_final_message)
     opens = body.add_generation_prompt
     prompt = await service.chat_prompt(
@@ -65,3 +62,18 @@ async def chat_prompt(
     if truncate is None or truncate == -1:
         return prompt
     return Prompt(prompt.text, prompt.token_ids[-truncate:])
+
+
+def _check_length(service: Service, field: str, characters: int) -> None:
+    """Refuse at once what no tokenizer makes short enough."""
+    longest = service.engine.core.max_model_len * MAX_TOKEN_CHARS
+    if characters > longest:
+        raise BadField(field, f"{field} has {characters} characters; at most {longest} are allowed")
+
+
+def _characters(content: Any) -> int:
+    """Length of a message's content; what is no text is refused later."""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return sum(len(text) for text in texts if isinstance(text, str))
+    return len(content) if isinstance(content, str) else 0

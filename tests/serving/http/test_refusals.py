@@ -47,6 +47,8 @@ COMPLETIONS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 CHAT: list[tuple[str, Any]] = [
     ("logprobs", 1), ("top_logprobs", 3), ("top_logprobs", -1), ("top_logprobs", 21),
+    ("messages", [{"role": "user", "content": "x" * 20_000_000}]),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": "x" * 200_000}]}]),
     ("max_tokens", 0), ("tools", {}), ("tools", "x"), ("tools", [1]),
     ("tool_choice", "required"), ("tool_choice", {"type": "function", "function": {"name": "f"}}),
     ("tool_choice", 7), ("echo", True), ("chat_template_kwargs", {"tokenize": True}),
