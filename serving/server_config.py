@@ -21,6 +21,7 @@ from serving.server_options import (
     ENGINE_DEFAULTS,
     FIXED_FLAGS,
     GROUPS,
+    GRPC_PORT,
     LIMITS,
     OFF,
     SERVE_ENGINE,
@@ -75,6 +76,7 @@ def _build(server: dict[str, Any], limits: dict[str, Any], engine: dict[str, Any
     for field in ENVIRONMENT.values():
         for key in server.get(field, ()):
             _check_key(field, key)
+    server.setdefault("grpc_port", GRPC_PORT)
     for field in ("port", "grpc_port"):
         if server.get(field) == OFF:
             server[field] = None
@@ -241,7 +243,7 @@ def to_yaml(config: ServerConfig) -> str:
     ):
         for flag in flags:
             value: Any = source.get(flag.field)
-            if flag.field == "port" and value is None:
+            if flag.field in ("port", "grpc_port") and value is None:
                 value = OFF
             if flag.field in ENVIRONMENT.values():
                 value = [HIDDEN for _ in value]

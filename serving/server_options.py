@@ -23,6 +23,7 @@ from serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 # A server compiles all before it says that it is ready.
 ENGINE_DEFAULTS: Mapping[str, Any] = {"warmup": "eager"}
+GRPC_PORT = 50051  # of the command; a ServerConfig made in Python has only the ports it names
 OFF = "none"  # typed as a port: no such port
 Port = NewType("Port", int)
 
@@ -80,7 +81,11 @@ _SERVER = (
     Flag("chat_template", str, "file that replaces the chat template, or the Jinja text itself"),
     Flag("host", str, "address of both ports; the default is for this machine only"),
     Flag("port", Port, f"HTTP port, 0 for any free one, {OFF} for no HTTP"),
-    Flag("grpc_port", Port, "gRPC port, 0 for any free one; without it no gRPC"),
+    Flag(
+        "grpc_port",
+        Port,
+        f"gRPC port, 0 for any free one, {OFF} for no gRPC (default: {GRPC_PORT})",
+    ),
     Flag(
         "api_keys",
         list[str],

@@ -186,10 +186,11 @@ wishes = st.fixed_dictionaries(
 
 
 @settings(max_examples=100, deadline=None)
-@given(model=texts, wish=wishes, off=st.booleans())
-def test_what_is_printed_reads_back(model: str, wish: Typed, off: bool) -> None:
-    if off and "grpc_port" in wish["server"]:
-        wish["server"]["port"] = "none"
+@given(model=texts, wish=wishes, off=st.sampled_from([None, "port", "grpc_port"]))
+def test_what_is_printed_reads_back(model: str, wish: Typed, off: str | None) -> None:
+    if off is not None:
+        wish["server"].pop("port" if off == "grpc_port" else "grpc_port", None)
+        wish["server"][off] = "none"
     config = server_config(model, layer(**wish), None, {})
     with tempfile.TemporaryDirectory() as folder:
         assert read(Path(folder), to_yaml(config), None) == config

@@ -133,7 +133,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def default(**changes: Any) -> ServerConfig:
     options = dataclasses.asdict(engine_config(warmup="eager"))
     engine = {name: value for name, value in options.items() if value is not None}
-    return dataclasses.replace(ServerConfig("m", engine=engine), **changes)
+    return dataclasses.replace(ServerConfig("m", engine=engine, grpc_port=50051), **changes)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_the_models_own_tokenizer_may_be_named(
         (["m", "--model", "n"], ["'m'", "'n'", "give one"]),
         (["m", "--port", "eight"], ["--port", "eight"]),
         (["m", "--port", "70000"], ["port=70000"]),
-        (["m", "--port", "none"], ["port", "grpc_port"]),
+        (["m", "--port", "none", "--grpc-port", "none"], ["port", "grpc_port"]),
         (["m", "--page-size", "3"], ["page_size=3"]),
         (["m", "--max-body-bytes", "0"], ["body_bytes=0"]),
         (["m", "--shutdown-timeout", "nan"], ["shutdown_timeout=nan"]),
