@@ -6,7 +6,8 @@ are rounded to float32, which is what gRPC carries. Called by test_faces.py and 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +55,31 @@ class Answer:
 
 @dataclass
 class Asker:
-    """Clients of one server."""
+    """Clients of one server.
 
-    engine: Engine
+    Attributes:
+        engine: the server's, where it is in this process. messages: what the chat routes are sent.
+    """
+
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
-    messages: list[dict[str, str]] = field(default_factory=list)  # what the chat routes are sent
+    engine: Engine | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def stub(self) -> Any:
+        return vllm_engine_pb2_grpc.VllmEngineStub(self.channel)
+
+
+@asynccontextmanager
+async def asking(url: str, target: str, engine: Engine | None = None) -> AsyncIterator[Asker]:
+    """Clients of the server at these addresses, for any number of requests at once."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as http,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        yield Asker(http, channel, engine)
 
 
 type Face = Callable[[Asker, Any, dict[str, Any]], Awaitable[Answer]]
@@ -104,6 +124,7 @@ def of_engine(output: RequestOutput, params: dict[str, Any]) -> Answer:
 
 async def engine(asker: Asker, prompt: Any, params: dict[str, Any]) -> Answer:
     last = None
+    assert asker.engine is not None
     async for output in asker.engine.generate(prompt, SamplingParams(**params)):
         last = output
     assert last is not None
@@ -119,9 +140,9 @@ async def grpc_stream(asker: Asker, prompt: Any, params: dict[str, Any]) -> Answ
 
 
 async def _grpc(asker: Asker, prompt: Any, params: dict[str, Any], stream: bool) -> Answer:
-    stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(asker.channel)
-    sent = request(prompt, stream=stream, **({"skip_special_tokens": True} | params))
-    messages = [message async for message in stub.Generate(sent)]
+    sampling: dict[str, Any] = {"skip_special_tokens": True} | params
+    sent = request(prompt, stream=stream, **sampling)
+    messages = [message async for message in asker.stub.Generate(sent)]
     joined = join(messages)
     tops: dict[int, list[Any]] = {index: [] for index in joined}
     for message in messages:

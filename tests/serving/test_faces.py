@@ -7,12 +7,9 @@ LLM answers. Also cold against warm prefix cache: the same answer, and the same 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
-import grpc
-import httpx
 import pytest
 
 from jaxinfer import LLM
@@ -21,7 +18,7 @@ from jaxinfer.types import SamplingParams
 from tests.checkpoints import EOS
 from tests.serving import faces
 from tests.serving.conftest import SMALL
-from tests.serving.faces import Answer, Asker
+from tests.serving.faces import Answer, Asker, asking
 from tests.serving.http.wire import completion
 from tests.serving.live import LiveServer
 
@@ -64,15 +61,6 @@ def llm(tiny_engine: Engine) -> Iterator[LLM]:
     """LLM with the same model and options as the server's engine."""
     options: dict[str, Any] = SMALL
     yield LLM(tiny_engine.model, progress=False, **options)
-
-
-@asynccontextmanager
-async def asking(server: LiveServer) -> AsyncIterator[Asker]:
-    async with (
-        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
-        grpc.aio.insecure_channel(server.target) as channel,
-    ):
-        yield Asker(server.engine, http, channel)
 
 
 def resolve(name: str, llm: LLM) -> tuple[str | list[int], dict[str, Any]]:
@@ -119,7 +107,7 @@ async def test_one_answer(name: str, llm: LLM, server: LiveServer):
     prompt, params = resolve(name, llm)
     truth = cold_and_warm(llm, prompt, params)
     assert truth[1].usage[2] > 0 or "prompt_logprobs" in params  # the cache does take part
-    async with asking(server) as asker:
+    async with asking(server.url, server.target, server.engine) as asker:
         for face in (*faces.TOKEN_FACES, *faces.TEXT_ROUTES):
             await check(server, asker, face, prompt, params, truth)
         for face in faces.TOKEN_ROUTES:
@@ -134,7 +122,7 @@ async def test_one_answer_to_a_chat(name: str, llm: LLM, server: LiveServer):
     rendered = llm.chat_prompt(messages)
     _, params = resolve(name, llm)
     truth = cold_and_warm(llm, rendered, params)
-    async with asking(server) as asker:
+    async with asking(server.url, server.target, server.engine) as asker:
         asker.messages = messages
         for face in faces.CHAT_ROUTES:
             await check(server, asker, face, None, params, truth)
@@ -149,7 +137,7 @@ async def test_echoed_scores_are_prompt_logprobs(stream: bool, llm: LLM, server:
     params = {"max_tokens": 4, "temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2}
     want = ask(llm, TEXT, params)
     assert want.prompt_scores is not None and want.outputs[0].scores is not None
-    async with asking(server) as asker:
+    async with asking(server.url, server.target, server.engine) as asker:
         over_grpc = await faces.grpc_stream(asker, TEXT, params)
         assert over_grpc.prompt_scores == want.prompt_scores
         body = {"prompt": TEXT, "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
@@ -174,7 +162,7 @@ async def test_one_answer_among_others(llm: LLM, server: LiveServer):
     resolved = [resolve(name, llm) for name in CASES]
     truth = [cold_and_warm(llm, *case)[0] for case in resolved]
     await server.engine.clear_prefix_cache()
-    async with asking(server) as asker:
+    async with asking(server.url, server.target, server.engine) as asker:
         for _ in range(2):
             work = [
                 (want, FACES[face](asker, prompt, params))
