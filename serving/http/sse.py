@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
@@ -69,11 +70,12 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._idle = idle_seconds
+        self._since: float | None = None  # the write that is under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
         with suppress(ClientDisconnect):  # nobody is left to be told
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send), self._unread())
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events):
@@ -91,30 +93,35 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._idle):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            log.warning("a client has not read its stream for %g s; it is dropped", self._idle)
-            raise ClientDisconnect from None
+        self._since = time.monotonic()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._since = None
+
+    async def _unread(self) -> None:
+        """Returns when a write has waited too long: one look now and then, as timers cost."""
+        while self._since is None or time.monotonic() - self._since < self._idle:
+            await asyncio.sleep(self._idle / 2)
+        log.warning("a client has not read its stream for %g s; it is dropped", self._idle)
 
 
-async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected[T](
+    receive: Receive, work: Coroutine[Any, Any, T], *signs: Coroutine[Any, Any, None]
+) -> T:
     """Run `work`, unless the client goes away: then it is cancelled and ClientDisconnect raised.
 
-    The request's body must have been read.
+    The request's body must have been read. A sign that returns also means that the client is gone.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
+    watches = [asyncio.ensure_future(sign) for sign in (_gone(receive), *signs)]
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, *watches), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for each in (task, watch):
+        for each in (task, *watches):
             each.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        await asyncio.gather(task, *watches, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
