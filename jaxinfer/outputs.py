@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxinfer.inputs import Prompt
 from jaxinfer.scheduler.plan import Score
@@ -191,7 +191,7 @@ class RequestState:
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.cached_tokens,
-            metrics=replace(self.metrics),
+            metrics=_copy_metrics(self.metrics),
             error=self.error,
         )
 
@@ -211,21 +211,26 @@ class _Told:
         self.finished |= ended
         if not ended and (chars, tokens) == (self.chars, self.tokens):
             return None
-        return replace(
-            output,
-            text=output.text[chars:],
-            token_ids=output.token_ids[tokens:],
-            logprobs=None if output.logprobs is None else output.logprobs[tokens:],
-        )
+        return _copy(output, chars, tokens)
 
 
-def _copy(output: CompletionOutput) -> CompletionOutput:
+def _copy(output: CompletionOutput, chars: int = 0, tokens: int = 0) -> CompletionOutput:
+    """What follows the first `chars` characters and `tokens` tokens. (dataclasses.replace is slow.)"""
     return CompletionOutput(
         index=output.index,
-        text=output.text,
-        token_ids=list(output.token_ids),
+        text=output.text[chars:],
+        token_ids=output.token_ids[tokens:],
         cumulative_logprob=output.cumulative_logprob,
-        logprobs=None if output.logprobs is None else list(output.logprobs),
+        logprobs=None if output.logprobs is None else output.logprobs[tokens:],
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+    )
+
+
+def _copy_metrics(metrics: RequestMetrics) -> RequestMetrics:
+    return RequestMetrics(
+        metrics.arrival_time,
+        metrics.first_scheduled_time,
+        metrics.first_token_time,
+        metrics.finished_time,
     )
