@@ -90,8 +90,8 @@ async def chat(request: Request) -> Response:
         idle = service.config.limits.idle_seconds
         return EventStream(with_errors(stream(job)), idle, headers)
     done = await while_connected(request.receive, collect(service, [job.call]))
-    body = await service.in_thread(_whole, job, done)
-    return Response(body, headers=headers, media_type="application/json")
+    answer = await done.encode(service, job.params, lambda: _whole(job, done))
+    return Response(answer, headers=headers, media_type="application/json")
 
 
 ROUTES = [Route("/v1/chat/completions", chat, methods=["POST"])]
@@ -217,7 +217,7 @@ def _echo(service: Service, body: ChatRequest) -> str:
 
 
 def _whole(job: ChatJob, done: Collected) -> bytes:
-    """The answer. Runs in a thread: parsing a long text takes a while."""
+    """The answer's body."""
     if job.reasons:
         done.usage.reasoning = 0
     choices = [_choice(job, i, whole, done) for i, whole in enumerate(done.outputs[0])]

@@ -91,8 +91,8 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return EventStream(with_errors(_stream(job)), service.config.limits.idle_seconds, headers)
     done = await while_connected(request.receive, collect(service, job.calls))
-    body = await service.in_thread(_whole, job, done)
-    return Response(body, headers=headers, media_type="application/json")
+    answer = await done.encode(service, job.params, lambda: _whole(job, done))
+    return Response(answer, headers=headers, media_type="application/json")
 
 
 ROUTES = [Route("/v1/completions", completions, methods=["POST"])]

@@ -7,7 +7,7 @@ call's index. Closing the iteration aborts all of them. Called by the generating
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,6 +183,9 @@ class Whole:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
+SMALL = 4096  # numbers in an answer that the event loop may encode itself
+
+
 @dataclass(slots=True)
 class Collected:
     """What a request that does not stream has yielded.
@@ -194,6 +197,15 @@ class Collected:
     outputs: list[list[Whole]]
     prompt_logprobs: list[list[dict[int, Logprob] | None] | None]
     usage: Usage
+
+    async def encode(
+        self, service: Service, params: SamplingParams, write: Callable[[], bytes]
+    ) -> bytes:
+        """The answer's body, from `write`; a large one in a thread, a small one waits for none."""
+        size = self.usage.completion_tokens * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:
+            size += self.usage.prompt_tokens * (1 + params.prompt_logprobs)
+        return write() if size <= SMALL else await service.in_thread(write)
 
 
 async def collect(service: Service, calls: Sequence[Call]) -> Collected:

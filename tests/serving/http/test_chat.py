@@ -13,6 +13,10 @@ import httpx
 import pytest
 
 from jaxinfer.types import RequestOutput, SamplingParams
+from serving.config import ServerConfig
+from serving.http_server import build_app
+from serving.service import Service
+from tests.checkpoints import IM_START
 from tests.serving.http.scripted import saying, scripted
 from tests.serving.http.wire import (
     chat_completion,
@@ -269,6 +273,49 @@ def test_token_in_token_out_scores(http: httpx.Client):
     assert [e["prompt_logprobs"] for e in streamed if "prompt_logprobs" in e] == [
         whole["prompt_logprobs"]
     ]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_show_in_no_mode_or_in_all(
+    skip: bool, http: httpx.Client, parsing: httpx.Client
+):
+    """R-TRP-05."""
+    body = {"allowed_token_ids": [IM_START], "max_tokens": 3, "skip_special_tokens": skip}
+    texts = [
+        ask(client, **body)["choices"][0]["message"].get("content", "")
+        for ask in (chat, stream)
+        for client in (http, parsing)
+    ]
+    assert texts == ["" if skip else "<|im_start|>" * 3] * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", ""),
+        ("{{ 'a' * 10**9 }}", ""),
+    ],
+)
+async def test_what_the_template_refuses_is_the_clients_fault(
+    source: str, reason: str, server: LiveServer
+):
+    """R-SRV-02."""
+    config = ServerConfig(model="tiny", chat_template=source)
+    transport = httpx.ASGITransport(build_app(Service(config, server.engine)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
+        error = refusal(await client.post("/v1/chat/completions", json={"messages": HI}))
+    assert "template" in error["message"] and reason in error["message"]
+    assert " at 0x" not in error["message"] and "Traceback" not in error["message"]
+
+
+def test_continuous_usage(http: httpx.Client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HI, "max_tokens": 5, "stream": True, "stream_options": options, "n": 2}
+    chunks = events(http.post("/v1/chat/completions", json={**body, "ignore_eos": True}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 10 and chunks[-1]["choices"] == []
 
 
 @pytest.mark.parametrize(
