@@ -102,11 +102,13 @@ class InputProcessor:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> Prompt:
         """Messages through a chat template, tokenized; the result's text is the rendered one.
 
         Templates spell their special tokens, so none are added. Those that a client spells in its
-        messages, tools or template_kwargs stay text.
+        messages, tools or template_kwargs stay text. `keep`: so many tokens at the end are kept (-1:
+        max_model_len; None: all).
         """
         if self._tokenizer is None:
             raise InvalidRequest(f"messages are text, but {self._no_tokenizer}")
@@ -122,9 +124,13 @@ class InputProcessor:
             **dict(template_kwargs or {}),
         )
         if shield.mark is None:
-            return self.prompt(text, add_special_tokens)
-        ids = self._guard.encode(text, shield.mark, add_special_tokens)
-        return Prompt(text.replace(shield.mark, ""), self._checked_ids(ids))
+            ids = self._tokenizer.encode(text, add_special_tokens)
+        else:
+            ids = self._guard.encode(text, shield.mark, add_special_tokens)
+            text = text.replace(shield.mark, "")
+        if keep is not None:
+            ids = ids[-(self._max_model_len if keep == -1 else keep) :]
+        return Prompt(text, self._checked_ids(ids))
 
     def _from_mapping(self, prompt: Mapping[str, Any]) -> tuple[str, Any]:
         known = {"prompt", "prompt_token_ids"}

@@ -236,8 +236,9 @@ class Service:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> Prompt:
-        """Messages through the chat template, tokenized. Prompt.text is the rendered text."""
+        """Messages through the chat template, tokenized (see InputProcessor.chat)."""
         more = dict(template_kwargs or {})
         if bad := sorted({*RESERVED, "continue_final_message"}.intersection(more)):
             raise BadField(
@@ -253,6 +254,7 @@ class Service:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=more,
+            keep=keep,
         )
 
     def _check_length(self, value: Any) -> None:
@@ -379,6 +381,11 @@ class Service:
     async def abort(self, request_id: str) -> bool:
         """End a running call: its stream ends with finish_reason "abort". False if it isn't running."""
         return self._engine is not None and await self._engine.abort(request_id)
+
+    async def abort_all(self) -> None:
+        """End every running call."""
+        for name in list(self.running):
+            await self.abort(name)
 
     async def abort_unread(self) -> None:
         """End calls whose client has not read for limits.idle_seconds: they hold pages for nobody."""

@@ -46,22 +46,20 @@ async def chat_prompt(
     """The prompt of a conversation; its text is what the template made of it.
 
     Args:
-        template_kwargs: all of them. truncate: as text_prompt, of a prompt that fits the model.
+        template_kwargs: all of them. truncate: as text_prompt.
     """
     _check_length(service, "messages", sum(_characters(m.get("content")) for m in body.messages))
     continues = bool(body.continue_final_message)
     opens = body.add_generation_prompt
-    prompt = await service.chat_prompt(
+    return await service.chat_prompt(
         body.messages,
         tools or None,
         add_generation_prompt=not continues if opens is None else opens,
         continue_final_message=continues,
         add_special_tokens=bool(body.add_special_tokens),
         template_kwargs=template_kwargs,
+        keep=truncate,
     )
-    if truncate is None or truncate == -1:
-        return prompt
-    return Prompt(prompt.text, prompt.token_ids[-truncate:])
 
 
 def _check_length(service: Service, field: str, characters: int) -> None:

@@ -231,6 +231,9 @@ def test_content_parts_and_truncation(http: httpx.Client):
     short = chat(http, truncate_prompt_tokens=4, max_tokens=1, return_token_ids=True)
     full = chat(http, max_tokens=1, return_token_ids=True)
     assert short["prompt_token_ids"] == full["prompt_token_ids"][-4:]
+    long = [{"role": "user", "content": "x" * 2000}]  # longer than the model takes
+    cut = chat(http, messages=long, truncate_prompt_tokens=40, max_tokens=1, return_token_ids=True)
+    assert len(cut["prompt_token_ids"]) == 40
 
 
 def test_fields_that_the_template_ignores_are_warned_of(http: httpx.Client):
