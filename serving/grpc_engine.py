@@ -22,6 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from jaxinfer.errors import JaxinferError
 from jaxinfer.inputs import MAX_TIMEOUT, Prompt
 from jaxinfer.types import RequestOutput
+from serving.calls import Call
 from serving.coalesce import coalesce
 from serving.errors import INTERNAL, BadField, Precondition, Unsupported
 from serving.grpc_convert import (
@@ -35,7 +36,7 @@ from serving.grpc_convert import (
 from serving.grpc_info import Load, model_info, server_info
 from serving.grpc_kv_events import subscribe_kv_events
 from serving.grpc_tokenizer import bundle, chunks
-from serving.service import MAX_TOKEN_CHARS, Call, Phase, Service
+from serving.service import MAX_TOKEN_CHARS, Phase, Service
 
 NAME = "vllm.grpc.engine.VllmEngine"
 ADMIN = tuple(f"/{NAME}/{rpc}" for rpc in ("FlushCache", "StartProfile", "StopProfile"))

@@ -19,11 +19,12 @@ import grpc
 import jaxinfer
 from jaxinfer.errors import ConfigError, JaxinferError, Unavailable
 from jaxinfer.types import RequestOutput
+from serving.calls import Call
 from serving.coalesce import coalesce
 from serving.errors import INTERNAL, BadField, NotFound, Overloaded, message
 from serving.grpc_guard import log_internal
 from serving.kserve_convert import Asked, read, text_reply
-from serving.service import Call, Service
+from serving.service import Service
 
 NAME = "inference.GRPCInferenceService"
 VERSION = "1"

@@ -13,9 +13,10 @@ import sys
 import time
 from typing import Any
 
+from serving.calls import Record
 from serving.config import ServerConfig
 from serving.metrics import usage
-from serving.service import Phase, Record, Service
+from serving.service import Phase, Service
 
 log = logging.getLogger("jaxinfer.requests")
 

@@ -22,6 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
 from jaxinfer.core import EngineCore, StepReport
+from serving.calls import Record
 from serving.errors import Wire
 from serving.metrics_names import (
     ENGINE_COUNTERS,
@@ -31,7 +32,7 @@ from serving.metrics_names import (
     token_buckets,
 )
 from serving.metrics_store import Distribution, Ring, SchedulerCounters, Window
-from serving.service import Phase, Record, Service
+from serving.service import Phase, Service
 
 ENGINE = "0"  # label of the one engine behind a server
 REASONS = ("stop", "length", "abort", "error")

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -23,10 +22,12 @@ from jaxinfer.inputs import Prompt
 from jaxinfer.text.chat import RESERVED, ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import RequestOutput, SamplingParams
+from serving.calls import Call, Record
 from serving.config import ServerConfig
 from serving.errors import BadField, NotFound, Precondition, Wire, wire
 
 MAX_TOKEN_CHARS = 256  # more characters a token than this: surely too long, whatever the tokenizer
+LONG_TEXT = 1 << 17  # characters; reading them takes so long that short texts go another way
 
 
 class Phase(StrEnum):
@@ -35,74 +36,6 @@ class Phase(StrEnum):
     DRAINING = "draining"  # finishes what it has, takes nothing new
     STOPPED = "stopped"
     STALLED = "stalled"  # the engine loop stands still (the watchdog saw it)
-
-
-@dataclass(slots=True)
-class Call:
-    """One generation, as a face hands it over.
-
-    Attributes:
-        request_id: the client's, or one made by `Service.new_id`. It must not be running.
-        face: "http", "grpc" or "kserve". endpoint: route or RPC, for logs and spans.
-        trace: W3C trace headers (traceparent, tracestate). user: what the client says about itself.
-    """
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    priority: int = 0
-    timeout: float | None = None
-    cache_salt: str | None = None
-    use_prefix_cache: bool = True
-    face: str = "http"
-    endpoint: str = ""
-    trace: Mapping[str, str] = field(default_factory=dict)
-    user: str | None = None
-
-
-@dataclass(slots=True)
-class Record:
-    """What became of a Call: for metrics, the log line and the span. Times are time.monotonic seconds.
-
-    Attributes:
-        output_tokens: tokens of each of the n outputs.
-        reason: "stop", "length", "abort" or "error"; the last output's that was no stop, else "stop".
-        intervals: seconds between tokens of one output; tokens that came together share the time.
-        handed: when the client's side was given an item that it has not taken yet; else None.
-    """
-
-    call: Call
-    arrival: float
-    prompt_tokens: int
-    cached_tokens: int = 0
-    output_tokens: list[int] = field(default_factory=list)
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    reason: str = "abort"
-    intervals: list[float] = field(default_factory=list)
-    handed: float | None = None
-    _last: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.output_tokens = [0] * self.call.params.n
-        self._last = [0.0] * self.call.params.n
-
-    def take(self, output: RequestOutput) -> None:
-        """Note one item of the stream."""
-        now = time.monotonic()
-        self.cached_tokens = output.num_cached_tokens
-        self.first_scheduled = output.metrics.first_scheduled_time
-        self.first_token = output.metrics.first_token_time
-        for part in output.outputs:
-            count = len(part.token_ids)
-            if count and self.output_tokens[part.index]:
-                self.intervals += [(now - self._last[part.index]) / count] * count
-            if count:
-                self._last[part.index] = now
-            self.output_tokens[part.index] += count
-            if part.finish_reason not in (None, "stop") or self.reason == "abort":
-                self.reason = part.finish_reason or self.reason
 
 
 class Service:
@@ -127,6 +60,7 @@ class Service:
         self._engine = engine
         self._template: ChatTemplate | None = None
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="jaxinfer-text")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-long-text")
         self._ids = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         if engine is not None:
@@ -178,7 +112,8 @@ class Service:
         self.set_phase(Phase.STOPPED)
         if self._engine is not None:
             self._engine.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._long_texts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # --- model ----------------------------------------------------------------------------------
 
@@ -225,7 +160,11 @@ class Service:
     async def prompt(self, value: Any, add_special_tokens: bool = True) -> Prompt:
         """A checked prompt from text, token ids or a mapping (see InputProcessor.prompt)."""
         self._check_length(value)
-        return await self.in_thread(self.engine.inputs.prompt, value, add_special_tokens)
+        read = self.engine.inputs.prompt
+        if isinstance(value, str) and len(value) > LONG_TEXT:  # the short ones don't wait for it
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._long_texts, read, value, add_special_tokens)
+        return await self.in_thread(read, value, add_special_tokens)
 
     async def chat_prompt(
         self,

@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.errors import ConfigError
-from serving.service import Record, Service
+from serving.calls import Record
+from serving.service import Service
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

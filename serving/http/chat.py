@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxinfer.types import SamplingParams
+from serving.calls import Call
 from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
@@ -28,7 +29,7 @@ from serving.http.prompts import chat_prompt
 from serving.http.schemas import ChatRequest
 from serving.http.sse import EventStream, while_connected, with_errors
 from serving.parsers import Message, OutputParser, make_parser
-from serving.service import Call, Service
+from serving.service import Service
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxinfer.types import RequestOutput
+from serving.calls import Call
 from serving.http.exchange import usage_of
 from serving.http.schemas import StreamOptions
 from serving.http.sse import event
-from serving.service import Call
 
 
 class Frame:

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import CompletionOutput, RequestOutput, SamplingParams
+from serving.calls import Call
 from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
@@ -38,7 +39,7 @@ from serving.http.fields import sampling_params, warning_headers
 from serving.http.prompts import text_prompt
 from serving.http.schemas import CompletionRequest
 from serving.http.sse import EventStream, while_connected, with_errors
-from serving.service import Call, Service
+from serving.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from jaxinfer.errors import JaxinferError, Unavailable
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from serving.calls import Call
 from serving.coalesce import coalesce
 from serving.errors import BadField
-from serving.service import Call, Phase, Service
+from serving.service import Phase, Service
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxinfer.types import CompletionOutput
+from serving.calls import Call
 from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
@@ -22,7 +23,7 @@ from serving.http.exchange import Whole, collect, make_calls, request_id, run, u
 from serving.http.fields import sampling_params, warning_headers
 from serving.http.schemas import GenerateRequest
 from serving.http.sse import EventStream, event, while_connected, with_errors
-from serving.service import Call, Service
+from serving.service import Service
 
 
 async def generate(request: Request) -> Response:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from jaxinfer.engine import Engine
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import SamplingParams
+from serving.calls import Call, Record
 from serving.config import ServerConfig
 from serving.logs import FOREIGN, RequestLog, TextFormatter, configure_logging
-from serving.service import Call, Phase, Record, Service
+from serving.service import Phase, Service
 
 SECRET = "the reader's diary"
 

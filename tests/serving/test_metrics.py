@@ -19,9 +19,10 @@ from jaxinfer.engine import Engine
 from jaxinfer.errors import Overloaded, Unavailable
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import RequestOutput, SamplingParams
+from serving.calls import Call
 from serving.config import ServerConfig
 from serving.metrics import Metrics
-from serving.service import Call, Phase, Service
+from serving.service import Phase, Service
 
 Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
 EVERY = {("model_name", "m"), ("engine", "0")}

@@ -17,8 +17,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from jaxinfer.errors import ConfigError
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import SamplingParams
+from serving.calls import Call, Record
 from serving.config import ServerConfig
-from serving.service import Call, Record, Service
+from serving.service import Service
 from serving.tracing import Tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

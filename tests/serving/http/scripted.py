@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from jaxinfer.types import CompletionOutput, RequestOutput
-from serving.service import Call, Service
+from serving.calls import Call
+from serving.service import Service
 
 type Start = Callable[[Call], AsyncGenerator[RequestOutput]]
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from jaxinfer.types import CompletionOutput, RequestOutput
+from serving.calls import Call
 from serving.config import Limits, ServerConfig
-from serving.service import Call
 from tests.serving.http.scripted import item, scripted
 from tests.serving.http.wire import completion, events
 from tests.serving.live import LiveServer

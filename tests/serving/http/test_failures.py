@@ -15,8 +15,9 @@ import pytest
 
 from jaxinfer.errors import Overloaded, Unavailable
 from jaxinfer.types import CompletionOutput, RequestOutput
+from serving.calls import Call
 from serving.errors import INTERNAL
-from serving.service import Call, Phase
+from serving.service import Phase
 from tests.serving.http.scripted import item, saying, scripted
 from tests.serving.http.wire import events, refusal
 from tests.serving.live import LiveServer
