@@ -182,10 +182,10 @@ def _check_content(where: str, content: object) -> str:
 def _check_part(where: str, part: object) -> str:
     if not isinstance(part, Mapping):
         raise InvalidRequest(f"{where} must be an object, not {type(part).__name__}")
-    if part.get("type") not in TEXT_PARTS:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequest(
-            f"{where}.type={part.get('type')!r:.80} is not supported; allowed are "
-            f"{sorted(TEXT_PARTS)}"
+            f"{where}.type={kind!r:.80} is not supported; allowed are {sorted(TEXT_PARTS)}"
         )
     text = part.get("text")
     if not isinstance(text, str):

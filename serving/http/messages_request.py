@@ -24,7 +24,7 @@ from serving.http.dialects import (
     unknown_type,
 )
 from serving.http.fields import MAX_INT, Fields, SamplingFields
-from serving.http.schemas import Messages, Name, Priority
+from serving.http.schemas import Name, Priority, Turns
 
 # Handed on to chat completions as they are, with those of SamplingFields.
 SHARED = ("model", "priority", "cache_salt", "chat_template_kwargs")
@@ -53,7 +53,7 @@ type Block = tuple[str, Mapping[str, Any]]  # where it stands in the request, an
 class CountTokensRequest(Fields):
     """POST /v1/messages/count_tokens: all that decides about the prompt."""
 
-    messages: Messages
+    messages: Turns
     model: Name | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None

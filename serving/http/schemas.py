@@ -15,7 +15,23 @@ from serving.http.fields import MAX_INT, Count, Fields, SamplingFields
 
 type Priority = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
 type Name = Annotated[str, Field(max_length=1024)]
-type Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
+type Filled = Annotated[str, Field(min_length=1)]
+type Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
+type Texts = Annotated[list[Filled], Field(min_length=1)]
+type Batch = Annotated[list[Ids], Field(min_length=1)]
+# For the document; what a message may hold depends on the template, which checks it.
+_PART = {"type": "object", "required": ["type", "text"], "properties": {
+    "type": {"const": "text"}, "text": {"type": "string"}}}  # fmt: skip
+_MESSAGE = {"type": "object", "required": ["role", "content"], "properties": {
+    "role": {"enum": ["user", "assistant", "system"], "examples": ["user"]},
+    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}],
+                "examples": ["Hello!"]}}}  # fmt: skip
+_TURN = {**_MESSAGE, "properties": {**_MESSAGE["properties"],
+         "role": {"enum": ["user", "assistant"], "examples": ["user"]}}}  # fmt: skip
+type Messages = Annotated[
+    list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], Field(min_length=1)
+]
+type Turns = Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_TURN)]], Field(min_length=1)]
 
 
 def _check_prompt(value: Any) -> list[str | list[int]]:
@@ -36,9 +52,7 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
 
 type Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(
-        _check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
-    ),
+    PlainValidator(_check_prompt, json_schema_input_type=Filled | Texts | Ids | Batch),
 ]
 
 

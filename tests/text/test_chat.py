@@ -213,6 +213,10 @@ def test_no_template_says_what_to_do():
             r"messages\[0\].content\[0\].type='image_url'",
         ),
         (
+            [{"role": "user", "content": [{"type": {}, "text": "x"}]}],
+            r"messages\[0\].content\[0\].type={} is not supported",
+        ),
+        (
             [{"role": "user", "content": [{"type": "text", "text": None}]}],
             r"messages\[0\].content\[0\].text",
         ),

@@ -173,6 +173,8 @@ def test_openapi_tells_of_every_route_and_body(http: httpx.Client):
     assert references <= set(schemas)
     assert schemas["CompletionRequest"]["required"] == ["prompt"]
     assert schemas["CompletionRequest"]["properties"]["n"]["anyOf"][0]["maximum"] == 128
+    message = schemas["Messages"]["items"]
+    assert message["required"] == ["role", "content"]
 
 
 def test_request_models_are_strict():
