@@ -5,8 +5,11 @@ Tests marked `clients` need --clients=FOLDER, a virtual environment made by .ci/
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,28 @@ def clients(request: pytest.FixtureRequest) -> Path:
             "tests marked 'clients' need --clients=FOLDER (see tests/integration/README.md)"
         )
     return Path(folder).resolve() / "bin"
+
+
+@pytest.fixture(scope="session")
+def borrow(clients: Path) -> Iterator[Callable[[str], Any]]:
+    """`borrow(name)` imports a module of that environment here; ours come first."""
+    found = [str(path) for path in clients.parent.glob("lib/python3*/site-packages")]
+    sys.path += found
+    yield import_module
+    for path in found:
+        sys.path.remove(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of the tiny model that tests share."""
+    log = tmp_path_factory.mktemp("tiny-server") / "server.log"
+    served = Served(tiny, log, "--served-model-name", "tiny", "--max-model-len", "128",
+                    "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--page-size", "16")  # fmt: skip
+    try:
+        yield served.wait_ready()
+    finally:
+        served.close()
 
 
 @pytest.fixture
