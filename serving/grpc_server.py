@@ -19,6 +19,7 @@ from serving.grpc_engine import ADMIN, NAME, VllmEngine
 from serving.grpc_guard import Guard
 from serving.grpc_health import Health
 from serving.service import Service
+from serving.sockets import bind
 
 
 class GrpcServer:
@@ -76,6 +77,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
 
 def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
     address = _address(config.host, config.grpc_port or 0)
+    bind(config.host, "grpc_port", config.grpc_port or 0).close()  # gRPC does not tell why it can't
     credentials = _credentials(config)
     try:
         if credentials is None:

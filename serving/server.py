@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import uvicorn
 
 from jaxinfer.engine import Engine
-from jaxinfer.errors import ConfigError
 from jaxinfer.progress import LogProgress
 from serving.config import ServerConfig
 from serving.http_server import UVICORN_OPTIONS, build_app
@@ -28,11 +28,14 @@ from serving.metrics import Metrics
 from serving.posture import posture
 from serving.profiler import Profiler
 from serving.service import Phase, Service
+from serving.sockets import bind
 
 log = logging.getLogger("jaxinfer.server")
 
-LAST_WORDS = 5.0  # seconds for answers that are ready to reach their clients
+LAST_WORDS = 0.5  # seconds that answers which are ready get before the ports close
+CUT_SECONDS = 0.8  # then who still does not read is cut off
 WATCH_SECONDS = 1.0
+LOADER = "jaxinfer-load"  # name of the thread that loads the model
 
 
 class Server:
@@ -154,11 +157,18 @@ class Server:
     async def drain(self) -> bool:
         """Refuse new requests and let running ones finish; True if all did in time."""
         done = await self.service.drain()
-        for _ in range(int(LAST_WORDS / 0.01)):
-            if not self.service.running:
-                break
-            await asyncio.sleep(0.01)
+        await self._last_words()
         return done
+
+    async def abort(self) -> None:
+        """End what runs at once; its clients are told."""
+        await self.service.abort_all()
+        await self._last_words()
+
+    async def _last_words(self) -> None:
+        end = time.monotonic() + LAST_WORDS
+        while self.service.running and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         """Close the ports and the engine; what still runs is aborted."""
@@ -167,10 +177,10 @@ class Server:
         self.service.set_phase(Phase.STOPPED)
         if self.service.kv_hub is not None:
             self.service.kv_hub.close()
-        if self._grpc is not None:
-            await self._grpc.stop(0.5)
+        faces = [self._grpc.stop(0.5)] if self._grpc is not None else []
         if self._http is not None:
-            await self._http.stop()
+            faces.append(self._http.stop())
+        await asyncio.gather(*faces)
         if self._own_engine:
             await asyncio.to_thread(self.service.close)
         elif self._engine is not None:
@@ -185,7 +195,7 @@ class _Http:
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        self._socket = _bind(config.host, config.port or 0)
+        self._socket = bind(config.host, "port", config.port or 0)
         options: dict[str, Any] = dict(UVICORN_OPTIONS)
         if config.ssl_certfile:
             options |= {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
@@ -215,24 +225,15 @@ class _Http:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+            cut = asyncio.get_running_loop().call_later(CUT_SECONDS, self._cut)
             await self._server.shutdown(sockets=[self._socket])
+            cut.cancel()
         self._socket.close()
 
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"host={host!r} port={port} cannot be listened on: {error.strerror or error}; choose "
-            "another --port (0: any free one) or --host"
-        ) from None
-    return found
+    def _cut(self) -> None:
+        """Close what is still open: its handlers end as if the client had left."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
 
 def _address(config: ServerConfig, port: int | None) -> str:
@@ -254,7 +255,7 @@ async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(result)
 
-    threading.Thread(target=work, name="jaxinfer-load", daemon=True).start()
+    threading.Thread(target=work, name=LOADER, daemon=True).start()
     return await asyncio.wrap_future(answer)
 
 
@@ -279,6 +280,7 @@ async def serve(config: ServerConfig) -> int:
         log.info("draining: running requests get %g s", config.shutdown_timeout)
         if await _first(server.drain(), force.wait()) == 1:
             log.warning("second signal: running requests are aborted")
+            await server.abort()
         return 0
     finally:
         await server.stop()
@@ -304,4 +306,8 @@ def run(config: ServerConfig) -> int:
     configure_logging(config)
     for line in posture(config):
         log.warning("open: %s", line)
-    return uvloop.run(serve(config))
+    code = uvloop.run(serve(config))
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(code)  # compiling can't be interrupted, and Python would wait for its threads
+    return code
