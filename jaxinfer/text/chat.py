@@ -23,6 +23,7 @@ MAX_MESSAGES = 65_536
 MAX_SOURCE_CHARS = 1_000_000
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "chat_template"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_END = "\ufdef"  # a noncharacter: no text holds it for a reason
 _ENVIRONMENT = ChatEnvironment()
 
 
@@ -93,6 +94,8 @@ class ChatTemplate:
         checked, checked_tools, kwargs = _protect(
             [self.check(messages), _check_tools(tools), kwargs]
         )
+        if continue_final_message:
+            checked[-1] = _with_end(f"messages[{len(checked) - 1}]", checked[-1])
         text = self._run(
             {
                 **self._tokens,
@@ -102,7 +105,7 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
         )
-        return _cut_after_final(text, checked) if continue_final_message else text
+        return _cut_at_end(text, len(checked) - 1) if continue_final_message else text
 
     def check(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as templates expect them; InvalidRequest names the field that is wrong."""
@@ -230,13 +233,22 @@ def _check_tools(tools: object) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools]
 
 
-def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
-    """The prompt up to the end of the final message's text, without the template's closing."""
-    final = (messages[-1]["content"] or "").strip()
-    start = text.rfind(final) if final else -1
-    if start < 0:
+def _with_end(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """The final message with a mark behind its text: the text alone may also stand elsewhere."""
+    text = (message["content"] or "").rstrip()
+    if not text:
         raise InvalidRequest(
-            f"messages[{len(messages) - 1}].content must be text that the chat template keeps; "
+            f"{where}.content must be text; continue_final_message=True continues it"
+        )
+    return {**message, "content": text + _END}
+
+
+def _cut_at_end(text: str, index: int) -> str:
+    """The prompt up to the final message's mark, without the template's closing."""
+    before, mark, _ = text.rpartition(_END)
+    if not mark:
+        raise InvalidRequest(
+            f"messages[{index}].content must be text that the chat template keeps; "
             "continue_final_message=True continues it"
         )
-    return text[: start + len(final)]
+    return before.replace(_END, "")

@@ -1,14 +1,16 @@
 """Control tokens spelled out in a client's messages stay text: only the template may speak them.
 
-A Shield breaks such spellings before the template renders; `encode` then reads the template's own
-as control ids and the client's as ordinary characters. A conversation without any takes the plain
-way and is encoded as Hugging Face does it. Called by inputs.py.
+A Shield breaks such spellings before the template renders, also parts that could become one beside
+what the template writes; `encode` then reads the template's own as control ids and the client's as
+ordinary characters. A conversation without any takes the plain way and is encoded as Hugging Face
+does it. Called by inputs.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -21,6 +23,9 @@ from jaxinfer.text.tokenizer import Tokenizer, encode_ids
 _MARKS = [chr(c) for c in range(0xFDD0, 0xFDE0)]
 _SEPARATORS = [chr(c) for c in range(0xFDE0, 0xFDE4)]  # one for each (lstrip, rstrip)
 _MAX_DEPTH = 100
+_MARKED = re.compile(r"\W")
+# Control tokens that some tokenizers (DeepSeek's) do not mark as special.
+_LOOKS_SPECIAL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
 
 
 class SpecialGuard:
@@ -28,16 +33,30 @@ class SpecialGuard:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.backend.get_added_tokens_decoder()
-        # A single character cannot be broken in two; no known model has such a control token.
-        self._special = {t.content: t for t in added.values() if t.special and len(t.content) > 1}
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        self._special = {
+            t.content: t
+            for t in added
+            # A single character cannot be broken in two; no known model has such a control token.
+            if (t.special and len(t.content) > 1) or _LOOKS_SPECIAL.fullmatch(t.content)
+        }
+        self._spellings = Spellings(self._special)
+        self._normalizer = tokenizer.backend.normalizer
+        normalized = [t.content for t in self._special.values() if t.normalized]
+        self._folded = _any_of(map(self._normalizer.normalize_str, normalized)) if (
+            self._normalizer and normalized
+        ) else None  # fmt: skip
         self._plain: tokenizers.Tokenizer | None = None
 
     def shield(self) -> Shield:
         """Protection for one conversation."""
-        return Shield(self._pattern)
+        return Shield(self._spellings, self._hides)
+
+    def _hides(self, text: str) -> bool:
+        """Whether the tokenizer would find a control token that is spelled otherwise (`＜|x|＞`)."""
+        if self._folded is None:
+            return False
+        return self._folded.search(self._normalizer.normalize_str(text)) is not None
 
     def encode(self, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a rendered `text`; what `mark` breaks is text, other special tokens are themselves."""
@@ -50,7 +69,7 @@ class SpecialGuard:
             real.append(found[0])
             return _SEPARATORS[2 * token.lstrip + token.rstrip]
 
-        text = self._pattern.sub(stand_in, text).replace(mark, "")
+        text = self._spellings.pattern.sub(stand_in, text).replace(mark, "")
         ids = encode_ids(self._plain, text, add_special_tokens)
         separators = {self._plain.token_to_id(s) for s in _SEPARATORS}
         names = iter(real)
@@ -64,6 +83,13 @@ class SpecialGuard:
     def _make_plain(self) -> tokenizers.Tokenizer:
         """A copy that reads special tokens as text, with stand-ins that split it as they would."""
         plain = tokenizers.Tokenizer.from_str(self._tokenizer.backend.to_str())
+        plain.add_special_tokens(
+            [
+                AddedToken(name, normalized=False)
+                for name, t in self._special.items()
+                if not t.special
+            ]
+        )
         plain.encode_special_tokens = True
         flags = [(left, right) for left in (False, True) for right in (False, True)]
         plain.add_tokens(
@@ -75,17 +101,53 @@ class SpecialGuard:
         return plain
 
 
-class Shield:
-    """What one rendering needs; `mark` is None until `protect` has found a control token spelled out."""
+class Spellings:
+    """Finds `tokens`, and parts of them, in a client's strings.
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._pattern = pattern
+    A part counts only with a character that is no letter, digit or underscore: roles, types and keys
+    of messages, which templates compare and put between `<|` and `|>`, stay as they are.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        tokens = list(tokens)
+        self.pattern = _any_of(tokens)
+        self._longest = max(map(len, tokens), default=0)
+        self._all = "\n".join(tokens)
+        sizes = [(t, size) for t in tokens for size in range(1, len(t))]
+        self._heads = frozenset(h for t, size in sizes if _MARKED.search(h := t[:size]))
+        self._tails = frozenset(h for t, size in sizes if _MARKED.search(h := t[-size:]))
+
+    def cuts(self, text: str) -> list[int]:
+        """Where to break `text` so that it neither is, begins, ends nor completes a control token."""
+        found = {match.start() + 1 for match in self.pattern.finditer(text)}
+        end = len(text.rstrip())  # templates strip
+        body = text[:end].lstrip()
+        start = end - len(body)
+        for size in range(1, min(self._longest, len(body) + 1)):
+            if body[-size:] in self._heads:
+                found.add(end - size + 1)
+            if body[:size] in self._tails:
+                found.add(start + size - 1)
+        if 0 < len(body) < self._longest and _MARKED.search(body) and body in self._all:
+            found.add(start + 1)
+        return sorted(found)
+
+
+class Shield:
+    """What one rendering needs; `mark` is None until `protect` has found a control token spelled out.
+
+    Args:
+        hides: whether the tokenizer finds a control token in a text that does not spell it.
+    """
+
+    def __init__(self, spellings: Spellings, hides: Callable[[str], bool]) -> None:
+        self._spellings, self._hides = spellings, hides
         self.mark: str | None = None
 
     def protect(self, value: Any) -> Any:
         """`value` with all spellings in its strings broken by the mark."""
         strings = list(_strings(value))
-        if not any(self._pattern.search(text) for text in strings):
+        if not any(self._spellings.cuts(text) or self._hides(text) for text in strings):
             return value
         used = set().union(*strings)
         self.mark = next((m for m in _MARKS if m not in used), None)
@@ -95,12 +157,19 @@ class Shield:
 
     def _break(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(lambda m: m[0][0] + mark + m[0][1:], value)
+            places = [0, *self._spellings.cuts(value), len(value)]
+            return mark.join(value[a:b] for a, b in pairwise(places)) if len(places) > 2 else value
         if isinstance(value, Mapping):
             return {self._break(k, mark): self._break(v, mark) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._break(v, mark) for v in value]
         return value
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """One of `texts`, the longest that fits; matches nothing if there are none."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _strings(value: Any, depth: int = 0) -> list[str]:
