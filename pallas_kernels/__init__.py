@@ -4,12 +4,13 @@ Knows nothing of the engine: never imports jaxinfer. The layers call the ops; `j
 prints `describe()`. Every op takes impl="auto" | "reference" | "native" (a static string).
 """
 
-from pallas_kernels.dispatch import describe, fallbacks, set_impl
+from pallas_kernels.dispatch import describe, fallbacks, get_impl, set_impl
 from pallas_kernels.ops import kv_write, matmul, matmul_t, paged_attention, rms_norm
 
 __all__ = [
     "describe",
     "fallbacks",
+    "get_impl",
     "kv_write",
     "matmul",
     "matmul_t",

@@ -32,6 +32,11 @@ def set_impl(impl: Impl) -> None:
     _default = _checked(impl)
 
 
+def get_impl() -> Impl:
+    """What impl="auto" means now: part of the key of whoever keeps traces."""
+    return _default
+
+
 def choose(op: str, impl: Impl, *arrays: jax.Array) -> Literal["reference", "native"]:
     """The form of `op` to trace for these (float) arrays. Raises ValueError for an unknown impl."""
     impl = _checked(impl)

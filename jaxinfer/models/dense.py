@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.layers.attention import Cache, attend
 from jaxinfer.layers.batch import Batch, KindBatch
@@ -154,7 +155,7 @@ def forward(
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         inputs = (x, weights, caches[i], kind_of[layer.window], tables[layer.rope], batch)
         if tap is None:
-            cache, x = _traced_once(layer, config, *inputs)
+            cache, x = _traced_once(layer, config, pallas_kernels.get_impl(), *inputs)
         else:
             cache, x = _layer(layer, config, *inputs, tap=partial(_prefixed, tap, f"layers.{i}."))
         out_caches.append(cache)
@@ -199,10 +200,16 @@ def _layer(
     return cache, tap("out", x)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _traced_once(layer: LayerConfig, config: ModelConfig, *inputs: Any) -> tuple[Cache, jax.Array]:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _traced_once(
+    layer: LayerConfig, config: ModelConfig, impl: str, *inputs: Any
+) -> tuple[Cache, jax.Array]:
     """`_layer` without taps. Equal layers share one trace and one function of the program, which XLA
-    inlines: the step is the same, and Python has a third of the work to make it."""
+    inlines: the step is the same, and Python has a third of the work to make it.
+
+    impl: what the ops read while they are traced, so that the trace is kept under it.
+    """
+    del impl
     return _layer(layer, config, *inputs, tap=_no_tap)
 
 

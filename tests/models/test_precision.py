@@ -15,6 +15,7 @@ import pallas_kernels
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
 from jaxinfer.params import ParamSpec
+from pallas_kernels import dispatch
 from tests.models.paged import Driver, Sequence, run
 from tests.reference.cases import CASES, prompt
 
@@ -89,3 +90,18 @@ def test_bfloat16_is_near() -> None:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
+
+
+def test_the_switch_reaches_layers_that_were_traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_missing", lambda: "")  # tracing needs no compiler
+    config = ModelConfig.from_hf(CASES["llama"])
+    driver = Driver(config, parameters(config, "float32"), 1, 1, sequences=1)
+    batch, _ = driver.batch([], [])
+    forward = get_family(config).forward
+    programs = {}
+    for impl in ("native", "reference", "native"):
+        pallas_kernels.set_impl(impl)
+        step = jax.jit(lambda *inputs: forward(inputs[0], config, *inputs[1:]))
+        programs[impl] = str(step.trace(driver.params, driver.caches, batch).jaxpr)
+    assert "jaxinfer_paged_attention" in programs["native"]
+    assert "jaxinfer_" not in programs["reference"]
