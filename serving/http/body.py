@@ -50,7 +50,8 @@ async def _read[T](request: Request, take: Callable[[Any], T]) -> T:
 
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The body, if it is JSON by its type, and as long as it stays below the limit."""
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    # Browsers send a body of no or of a simple type to any server unasked; JSON they ask for first.
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise BadField("content-type", f"content-type={kind!r:.100} must be application/json")
     length = request.headers.get("content-length", "0")

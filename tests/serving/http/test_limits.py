@@ -157,6 +157,9 @@ def test_content_types(http: httpx.Client):
     for kind in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         answer = http.post("/v1/completions", content=body, headers={"content-type": kind})
         assert refusal(answer)["param"] == "content-type"
+    untyped = http.post("/v1/completions", content=body)  # as a page of another site can send it
+    assert "content-type" not in untyped.request.headers
+    assert refusal(untyped)["param"] == "content-type"
 
 
 def test_large_bodies(small: LiveServer):
@@ -172,7 +175,8 @@ def test_large_bodies(small: LiveServer):
 
 
 def test_bodies_that_do_not_come(small: LiveServer):
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += b"content-length: 10\r\n\r\n{"
     assert b"did not arrive" in talk(small, head, wait=1.8)
     assert small.settle()["active_requests"] == 0
 
