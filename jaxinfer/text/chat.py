@@ -133,8 +133,8 @@ class ChatTemplate:
         else:
             out["tool_calls"] = _check_tool_calls(f"{where}.tool_calls", message["tool_calls"])
         content = message.get("content")
-        if content is None and role == "assistant" and out.get("tool_calls"):
-            out["content"] = None
+        if content is None and role == "assistant":  # a reply of calls, or one that said nothing
+            out["content"] = None if out.get("tool_calls") else ""
         else:
             out["content"] = _check_content(f"{where}.content", content)
         return out

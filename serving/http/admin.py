@@ -12,6 +12,7 @@ from starlette.routing import Route
 from serving.errors import Unsupported
 from serving.http.body import read_model
 from serving.http.errors import JsonResponse
+from serving.http.exchange import parent_id
 from serving.http.schemas import AbortRequest
 from serving.profiler import Profiler
 from serving.service import Service
@@ -44,15 +45,9 @@ async def abort_requests(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_model(request, AbortRequest)
     wanted = set(body.request_ids)
-    running = [i for i in service.running if i in wanted or _parent(i) in wanted]
+    running = [i for i in service.running if i in wanted or parent_id(i) in wanted]
     aborted = [i for i in running if await service.abort(i)]
     return JsonResponse({"aborted": aborted})
-
-
-def _parent(request_id: str) -> str:
-    """The id of the request that a call of several belongs to (exchange.make_calls)."""
-    head, _, index = request_id.rpartition("-")
-    return head if index.isdecimal() else request_id
 
 
 ROUTES = [

@@ -41,7 +41,14 @@ def request_id(request: Request, service: Service, given: str | None, prefix: st
         return service.new_id(prefix)
     if not (header.isascii() and header.isprintable()) or " " in header:
         raise BadField("x-request-id", f"x-request-id={header!r:.100} must be printable ASCII")
-    return header if header not in service.running else f"{header}-{service.new_id('again')}"
+    taken = any(header in (running, parent_id(running)) for running in service.running)
+    return f"{header}-{service.new_id('again')}" if taken else header
+
+
+def parent_id(request_id: str) -> str:
+    """The id of the request that a call of several belongs to (make_calls)."""
+    head, _, index = request_id.rpartition("-")
+    return head if index.isdecimal() else request_id
 
 
 def make_calls(

@@ -164,6 +164,10 @@ def test_fields_that_clients_leave_null_are_left_out():
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     none = ChatTemplate("{{ messages[0].content is none }}{{ messages[0].tool_calls[0].function }}")
     assert none.render([called]) == "True{'name': 'f', 'arguments': {}}"
+    silent = {"role": "assistant", "content": None, "tool_calls": None, "reasoning": "hm"}
+    assert ChatTemplate("{{ messages[0] }}").render([silent]) == str(
+        {"role": "assistant", "reasoning": "hm", "content": ""}
+    )
 
 
 PLAIN = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -205,7 +209,7 @@ def test_no_template_says_what_to_do():
         ([USER, {"content": "x"}], r"messages\[1\].role=None"),
         ([{"role": "king", "content": "x"}], r"messages\[0\].role='king'"),
         ([{"role": "user"}], r"messages\[0\].content"),
-        ([{"role": "assistant", "content": None}], r"messages\[0\].content"),
+        ([{"role": "tool", "content": None}], r"messages\[0\].content"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content"),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] must be an object"),
         (

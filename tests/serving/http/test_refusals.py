@@ -135,7 +135,8 @@ def test_text_that_is_no_unicode(http: httpx.Client):
         response = http.post(path, content=body, headers={"content-type": "application/json"})
         assert "surrogate" in refusal(response)["message"]
     stop = b'{"prompt": "a", "max_tokens": 1, "stop": ["\\ud800"]}'  # no text ever has it
-    assert http.post("/v1/completions", content=stop).status_code == 200
+    kind = {"content-type": "application/json"}
+    assert http.post("/v1/completions", content=stop, headers=kind).status_code == 200
     name = b'{"prompt": "a", "\\ud800": 1}'
     assert refusal(http.post("/v1/completions", content=name))["message"]
 
@@ -169,6 +170,16 @@ def test_a_running_id_is_refused_and_a_header_is_not(http: httpx.Client, server:
         assert retry.status_code == 200 and retry.headers["x-request-id"].startswith("taken-")
     finally:
         del server.service.running["taken"]
+
+
+def test_a_header_of_a_running_request_of_several_prompts(
+    http: httpx.Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server.service, "waiting", lambda: (0, 0))
+    monkeypatch.setitem(server.service.running, "taken-1", None)  # type: ignore[arg-type]
+    body = {"prompt": ["a", "b"], "max_tokens": 1}
+    retry = http.post("/v1/completions", json=body, headers={"x-request-id": "taken"})
+    assert retry.status_code == 200 and retry.headers["x-request-id"].startswith("taken-")
 
 
 def test_refusals_are_counted_once(http: httpx.Client, server: LiveServer):
