@@ -28,6 +28,7 @@ from jaxinfer.scheduler.sequence import Sequence, Update
 from jaxinfer.types import FinishReason, Request, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+ANSWER_SECONDS = 0.5  # in which the engine thread answers a drain whose time is up
 
 
 class _Stream:
@@ -188,22 +189,28 @@ class Engine:
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the running ones; True if all ended in time.
 
-        After `timeout` seconds what still runs is aborted.
+        After `timeout` seconds what still runs is aborted, also if the engine thread stands still.
         """
         self._draining = True
         end = None if timeout is None else time.monotonic() + timeout
-        while await self._is_busy():
+        while await self._is_busy(end and max(end - time.monotonic(), ANSWER_SECONDS)):
             if end is not None and time.monotonic() >= end:
                 for name in list(self._active):
                     await self.abort(name)
-                await self._is_busy()
+                await self._is_busy(ANSWER_SECONDS)
                 return False
             await asyncio.sleep(0.01)
         return True
 
-    async def _is_busy(self) -> bool:
-        """Whether requests run, once the engine thread has done all that it was told so far."""
-        return bool(await self._ask(lambda: bool(self._streams)))
+    async def _is_busy(self, patience: float | None = None) -> bool:
+        """Whether requests run, once the engine thread has done all that it was told so far.
+
+        A thread that has not answered after `patience` seconds is busy.
+        """
+        try:
+            return bool(await asyncio.wait_for(self._ask(lambda: bool(self._streams)), patience))
+        except TimeoutError:
+            return True
 
     async def _ask[T](self, question: Callable[[], T]) -> T | None:
         """What the engine thread answers, between two rounds; None once it is closed."""

@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 
 from jaxinfer.engine import Engine
+from jaxinfer.errors import ConfigError
 from jaxinfer.progress import LogProgress
 from serving.config import ServerConfig
 from serving.http_server import UVICORN_OPTIONS, build_app
@@ -35,7 +36,8 @@ log = logging.getLogger("jaxinfer.server")
 LAST_WORDS = 0.5  # seconds that answers which are ready get before the ports close
 CUT_SECONDS = 0.8  # then who still does not read is cut off
 WATCH_SECONDS = 1.0
-LOADER = "jaxinfer-load"  # name of the thread that loads the model
+CLOSE_SECONDS = 5.0  # for the engine's last step; then the process ends without it
+ASIDE = "jaxinfer-aside"  # name of threads that load the model and close it
 
 
 class Server:
@@ -182,12 +184,19 @@ class Server:
             faces.append(self._http.stop())
         await asyncio.gather(*faces)
         if self._own_engine:
-            await asyncio.to_thread(self.service.close)
+            await self._close_engine()
         elif self._engine is not None:
             self._engine.set_kv_listener(None)
         for part in (self._publisher, self._tracing, self.service.profiler):
             if part is not None:
                 await asyncio.to_thread(part.close)
+
+    async def _close_engine(self) -> None:
+        try:
+            closing = _in_daemon_thread(self.service.close)
+            await asyncio.wait_for(closing, CLOSE_SECONDS)
+        except TimeoutError:
+            log.error("the engine loop stands still; the server stops without it")
 
 
 class _Http:
@@ -215,7 +224,15 @@ class _Http:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        self._server.config.load()
+        try:
+            self._server.config.load()
+        except OSError as error:
+            config = self._server.config
+            raise ConfigError(
+                f"ssl_keyfile={config.ssl_keyfile!r}, ssl_certfile={config.ssl_certfile!r} or "
+                f"ssl_ca_certs={config.ssl_ca_certs!r} cannot be used: {error}; give PEM files that "
+                "belong together"
+            ) from None
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         await self._server.startup(sockets=[self._socket])
         self._task = asyncio.create_task(self._server.main_loop())
@@ -242,20 +259,20 @@ def _address(config: ServerConfig, port: int | None) -> str:
 
 
 async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
-    """A thread that does not keep the process alive when a signal ends it while it loads."""
+    """A thread that does not keep the process alive when nobody waits for it any more."""
     answer: Future[T] = Future()
 
     def work() -> None:
         try:
             result = function()
         except BaseException as error:
-            if answer.set_running_or_notify_cancel():  # False: a signal has ended the wait
+            if answer.set_running_or_notify_cancel():  # False: the wait has ended
                 answer.set_exception(error)
         else:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(result)
 
-    threading.Thread(target=work, name=LOADER, daemon=True).start()
+    threading.Thread(target=work, name=ASIDE, daemon=True).start()
     return await asyncio.wrap_future(answer)
 
 
@@ -307,7 +324,7 @@ def run(config: ServerConfig) -> int:
     for line in posture(config):
         log.warning("open: %s", line)
     code = uvloop.run(serve(config))
-    if any(thread.name == LOADER for thread in threading.enumerate()):
+    if any(thread.name == ASIDE for thread in threading.enumerate()):
         logging.shutdown()
-        os._exit(code)  # compiling can't be interrupted, and Python would wait for its threads
+        os._exit(code)  # compiling and steps can't be interrupted, and Python would wait for them
     return code
