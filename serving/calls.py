@@ -42,7 +42,8 @@ class Record:
 
     Attributes:
         output_tokens: tokens of each of the n outputs.
-        reason: "stop", "length", "abort" or "error"; the last output's that was no stop, else "stop".
+        reason: "abort" until all outputs have ended; then the last one's that was no "stop", else
+            "stop". "error" as soon as one has failed.
         intervals: seconds between tokens of one output; tokens that came together share the time.
         handed: when the client's side was given an item that it has not taken yet; else None.
     """
@@ -59,6 +60,7 @@ class Record:
     intervals: list[float] = field(default_factory=list)
     handed: float | None = None
     _last: list[float] = field(default_factory=list)
+    _ended: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.output_tokens = [0] * self.call.params.n
@@ -77,5 +79,9 @@ class Record:
             if count:
                 self._last[part.index] = now
             self.output_tokens[part.index] += count
-            if part.finish_reason not in (None, "stop") or self.reason == "abort":
-                self.reason = part.finish_reason or self.reason
+            if part.finish_reason is not None:
+                self._ended.append(part.finish_reason)
+        if "error" in self._ended:
+            self.reason = "error"
+        elif len(self._ended) == self.call.params.n:
+            self.reason = next((r for r in reversed(self._ended) if r != "stop"), "stop")
