@@ -1,6 +1,6 @@
 # The project's commands; each sets up what it needs first. POSIX sh only.
 .POSIX:
-.PHONY: setup run test check bench clean
+.PHONY: setup run test test-clients check bench clean
 
 BIN = .venv/bin
 QUESTION = What is the capital of France?
@@ -24,6 +24,26 @@ test: setup
 	fi; \
 	$(BIN)/python -m pytest -q -m "$$marks"
 
+# Gateways, clients, fuzzers and evaluators of other projects drive our servers: some 5 minutes after
+# 2 of installing. What this machine lacks is left out by name.
+test-clients: setup
+	@sh .ci/clients .venv-clients
+	@marks=clients; \
+	if ! $(BIN)/python -c "from jaxinfer.weights.demo import fetch_demo; fetch_demo()"; then \
+		marks="$$marks and not demo"; \
+		echo "test-clients: the demo model could not be fetched, so the evaluators are left out"; \
+	fi; \
+	names=; \
+	if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null; then \
+		names="$${names:+$$names and }not a_browser"; \
+		echo "test-clients: Chromium could not be had, so the tests in a browser are left out"; \
+	fi; \
+	if ! unshare -rn ip link set lo up 2>/dev/null; then \
+		names="$${names:+$$names and }not test_dynamo"; \
+		echo "test-clients: no network namespace (unshare -rn), so Dynamo's indexer is left out"; \
+	fi; \
+	$(BIN)/python -m pytest -q -m "$$marks" -k "$$names" --clients=.venv-clients --durations=10
+
 check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -35,4 +55,4 @@ bench: setup
 	@$(BIN)/python bench/compare.py
 
 clean:
-	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-clients .pytest_cache .ruff_cache .hypothesis build dist
