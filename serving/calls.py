@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import RequestOutput, SamplingParams
 
+TRACE_HEADERS = ("traceparent", "tracestate")  # in HTTP and as gRPC metadata
+
 
 @dataclass(slots=True)
 class Call:

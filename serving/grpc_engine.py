@@ -33,6 +33,7 @@ from serving.grpc_convert import (
     sampling_params,
     truncation,
 )
+from serving.grpc_guard import trace_headers
 from serving.grpc_info import Load, model_info, server_info
 from serving.grpc_kv_events import subscribe_kv_events
 from serving.grpc_tokenizer import bundle, chunks
@@ -105,14 +106,13 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         params = sampling_params(request.sampling_params, service.config.limits)
         if params.stop:
             service.tokenizer  # noqa: B018  # says that there is none to find the text with
-        metadata = dict(context.invocation_metadata() or ())
         return Call(
             request_id=request_id,
             prompt=await self._prompt(request),
             params=params,
             face="grpc",
             endpoint=f"/{NAME}/Generate",
-            trace={k: str(metadata[k]) for k in ("traceparent", "tracestate") if k in metadata},
+            trace=trace_headers(context),
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> Prompt:

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from jaxinfer.errors import InvalidRequest
+from serving.calls import TRACE_HEADERS
 from serving.errors import Unauthenticated, Unsupported, message, wire
 from serving.http.auth import Keys
 from serving.service import Service
@@ -29,6 +30,12 @@ Context = grpc.aio.ServicerContext
 def status(error: BaseException) -> grpc.StatusCode:
     """The code that clients get for an exception."""
     return grpc.StatusCode[wire(error).grpc]
+
+
+def trace_headers(context: Context) -> dict[str, str]:
+    """The W3C trace headers of an RPC."""
+    metadata = dict(context.invocation_metadata() or ())
+    return {name: str(metadata[name]) for name in TRACE_HEADERS if name in metadata}
 
 
 def log_internal(error: Exception) -> None:

@@ -9,7 +9,7 @@ and the model repository do not exist here. Needs the extra jaxinfer[kserve]. Ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from importlib import import_module
 from typing import Any
@@ -17,12 +17,12 @@ from typing import Any
 import grpc
 
 import jaxinfer
-from jaxinfer.errors import ConfigError, JaxinferError, Unavailable
+from jaxinfer.errors import ConfigError, Unavailable
 from jaxinfer.types import RequestOutput
 from serving.calls import Call
 from serving.coalesce import coalesce
 from serving.errors import INTERNAL, BadField, NotFound, Overloaded, message
-from serving.grpc_guard import log_internal
+from serving.grpc_guard import log_internal, trace_headers
 from serving.kserve_convert import Asked, read, text_reply
 from serving.service import Service
 
@@ -142,6 +142,7 @@ class KServe:
             async for request in request_iterator:
                 if len(running) >= most:
                     error = Overloaded(f"{most} requests of this stream run; the limit is {most}")
+                    self._service.reject(error)
                     await replies.put(self._failure(request, error))
                     continue
                 task = asyncio.create_task(self._answer(request, context, replies))
@@ -154,13 +155,13 @@ class KServe:
         async def accept_all() -> None:
             try:
                 await accept()
-            except JaxinferError as error:  # a message that cannot be read ends the stream
+            except Exception as error:  # a message that cannot be read ends the stream
                 await replies.put(error)
 
         accepting = asyncio.create_task(accept_all())
         try:
             while (reply := await replies.get()) is not None:
-                if isinstance(reply, JaxinferError):
+                if isinstance(reply, Exception):
                     raise reply
                 yield reply
         finally:
@@ -170,8 +171,9 @@ class KServe:
     async def _answer(self, request: Any, context: Context, replies: asyncio.Queue[Any]) -> None:
         """Put a request's replies, or its error, into the stream's queue."""
         try:
-            async for reply in self._replies(request, context):
-                await replies.put(self._pb.ModelStreamInferResponse(infer_response=reply))
+            async with aclosing(self._replies(request, context)) as made:
+                async for reply in made:
+                    await replies.put(self._pb.ModelStreamInferResponse(infer_response=reply))
         except Exception as error:
             log_internal(error)
             await replies.put(self._failure(request, error))
@@ -182,7 +184,7 @@ class KServe:
         reply.infer_response.model_name = request.model_name
         return reply
 
-    async def _replies(self, request: Any, context: Context) -> AsyncIterator[Any]:
+    async def _replies(self, request: Any, context: Context) -> AsyncGenerator[Any]:
         """With stream=true what is new, else the whole; the last one (or an empty one) is final."""
         asked = await self._read(request)
         if asked.stream:
@@ -227,6 +229,7 @@ class KServe:
             timeout=None if remaining is None else max(remaining, 1e-3),
             face="kserve",
             endpoint=f"/{NAME}/{rpc}",
+            trace=trace_headers(context),
         )
 
     def _reply(

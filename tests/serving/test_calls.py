@@ -13,7 +13,7 @@ from serving.calls import Call, Record
 
 def record_of(*reasons: str | None) -> Record:
     """A record of n outputs, of which each ends in an item of its own (None: it has not ended)."""
-    record = Record(Call("a", Prompt(None, [1]), SamplingParams(n=len(reasons))), 0.0, 1)
+    record = Record(Call("a", Prompt(None, (1,)), SamplingParams(n=len(reasons))), 0.0, 1)
     for index, reason in enumerate(reasons):
         output = CompletionOutput(index, "x", [7], finish_reason=reason)
         record.take(RequestOutput("a", None, [1], [output], False, metrics=RequestMetrics(0.0)))

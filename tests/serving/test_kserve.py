@@ -19,6 +19,7 @@ import pytest
 
 from jaxinfer.engine import Engine
 from jaxinfer.types import SamplingParams
+from serving.config import Limits
 from serving.kserve import NAME
 from serving.service import Phase
 from tests.serving.grpc_support import Face, idle, mutate, serving, slow_steps, until
@@ -183,6 +184,30 @@ async def test_requests_of_a_stream_run_side_by_side(client: Any, face: Face, tr
         assert text == (await direct(face.engine, prompts[i]))[0]
 
 
+async def test_a_stream_with_too_many_requests(triton: Any, tiny_engine: Engine) -> None:
+    """Those beyond the limit are refused one by one, and counted."""
+    rejected: list[Any] = []
+    async with serving(tiny_engine, kserve=True, limits=Limits(outputs=1)) as face:
+        face.service.on_reject.append(rejected.append)
+        client = triton.InferenceServerClient(face.server.address)
+        asked = {"model_name": "tiny", "inputs": inputs(triton), "parameters": {"max_tokens": 60}}
+        with slow_steps(face.engine):
+            answers = await streamed(client, [asked | {"request_id": str(i)} for i in range(3)])
+        await client.close()
+    refused = [error for _, error in answers if error is not None]
+    assert len(refused) == 2 and all("limit is 1" in str(error) for error in refused)
+    assert len(rejected) == 2
+
+
+async def test_trace_headers_reach_the_record(client: Any, face: Face, triton: Any) -> None:
+    calls: list[Any] = []
+    face.service.on_finish.append(lambda record: calls.append(record.call))
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"traceparent": trace, "x-other": "1"}
+    await client.infer("tiny", inputs(triton), parameters=GREEDY, headers=headers)
+    assert calls[0].trace == {"traceparent": trace}
+
+
 async def test_leaving_a_stream_ends_its_work(client: Any, face: Face, triton: Any) -> None:
     async def source() -> AsyncIterator[dict[str, Any]]:
         for i in range(3):
@@ -281,7 +306,7 @@ async def test_damaged_requests(face: Face, triton: Any) -> None:
     valid.parameters["max_tokens"].int64_param = 3
     valid.parameters["stop"].string_param = '["a"]'
     valid.parameters["temperature"].double_param = 0.5
-    rng, data = random.Random(3), valid.SerializeToString()
+    rng, data = random.Random(4), valid.SerializeToString(deterministic=True)
     infer: Any = face.channel.unary_unary(f"/{NAME}/ModelInfer")
     codes = set()
     for _ in range(300):
