@@ -1,6 +1,6 @@
 """The gateway `smg`, unmodified, in front of two of our servers: what its users do with vLLM.
 
-Run with -m clients --clients=FOLDER. One gateway and two servers for all tests but the last, which
+Run with -m clients --clients=FOLDER (README.md). One gateway and two servers for all tests but the last, which
 kills a server.
 """
 
