@@ -28,7 +28,6 @@ class Limits:
         outputs: prompts times n of one request.
         stop_strings, stop_chars: count, and length of each.
         request_id_chars: length of a request id that a client gives.
-        template_seconds: time to render a chat template.
         queued_requests, queued_tokens: waiting work past which new requests are refused (429).
         idle_seconds: an unread stream is aborted after this long.
         connections: HTTP connections at once; more get 503.
@@ -41,7 +40,6 @@ class Limits:
     stop_strings: int = 16
     stop_chars: int = 1024
     request_id_chars: int = 256
-    template_seconds: float = 30.0
     queued_requests: int = 2048
     queued_tokens: int = 1 << 24
     idle_seconds: float = 600.0
@@ -122,9 +120,11 @@ class ServerConfig:
             raise ConfigError(f"stream_interval={self.stream_interval!r} must be at least 1")
         if not 0 <= self.max_logprobs <= 20:
             raise ConfigError(f"max_logprobs={self.max_logprobs!r} is out of range [0, 20]")
-        for name in ("shutdown_timeout", "watchdog_timeout", "stats_interval", "max_log_len"):
+        for name in ("shutdown_timeout", "stats_interval", "max_log_len"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be 0 or more")
+        if not self.watchdog_timeout > 0:
+            raise ConfigError(f"watchdog_timeout={self.watchdog_timeout!r} must be above 0 seconds")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both")
         if self.ssl_ca_certs and not self.ssl_certfile:

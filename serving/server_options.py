@@ -142,7 +142,6 @@ _LIMITS = (
     Flag("stop_strings", int, "stop strings of one request", "--max-stop-strings"),
     Flag("stop_chars", int, "characters of a stop string", "--max-stop-chars"),
     Flag("request_id_chars", int, "characters of a client's request id", "--max-request-id-chars"),
-    Flag("template_seconds", float, "to render a chat template", "--chat-template-timeout"),
     Flag(
         "queued_requests",
         int,

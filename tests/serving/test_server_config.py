@@ -153,7 +153,7 @@ fields: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "kv_events": st.dictionaries(texts, st.none() | st.booleans() | counts | texts, max_size=3),
         "stream_interval": counts,
         "shutdown_timeout": seconds,
-        "watchdog_timeout": seconds,
+        "watchdog_timeout": st.floats(1e-3, 1e6),
         "max_logprobs": st.integers(0, 20),
         "profile_dir": texts,
         "otlp_traces_endpoint": texts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import serving
 from jaxinfer.config import EngineConfig, engine_config
 from serving.cli import main
 from serving.config import Limits, ServerConfig
@@ -150,6 +152,15 @@ def test_each_field_has_one_flag(flags: tuple[Flag, ...], kind: type, left_out: 
     assert sorted(f.field for f in flags) == sorted(names)
 
 
+def test_each_option_is_read_where_it_counts() -> None:
+    """None is parsed and then ignored."""
+    folder = Path(serving.__file__).parent
+    sources = [p for p in folder.rglob("*.py") if p.name not in ("config.py", "server_config.py")]
+    nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {flag.field for flag in (*SERVER, *LIMITS)} <= read
+
+
 def test_each_name_belongs_to_one_flag() -> None:
     flags = [f for group in GROUPS.values() for f in group]
     names = [name for f in flags for side in f.switches for name in side]
@@ -218,6 +229,7 @@ def test_the_models_own_tokenizer_may_be_named(
     ("arguments", "fragments"),
     [
         ([], ["no model"]),
+        (["m", "--watchdog-timeout", "0"], ["watchdog_timeout=0", "above 0"]),
         (["m", "--model", "n"], ["'m'", "'n'", "give one"]),
         (["m", "--port", "eight"], ["--port", "eight"]),
         (["m", "--port", "70000"], ["port=70000"]),
