@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
+from jaxinfer.errors import InvalidRequest
 from serving.client_types import Answer, ApiError, Choice, Tokens, Usage
 from serving.sse import SSEParser
 
@@ -314,6 +315,8 @@ def _errors(base_url: str) -> Iterator[None]:
     except httpx.TransportError as error:
         what = str(error) or type(error).__name__
         raise ApiError(f"{base_url}: {what}", type="connection_error") from error
+    except UnicodeEncodeError as error:  # of a body, before anything is sent
+        raise InvalidRequest(f"a text of the request is not Unicode: {error.reason}") from error
 
 
 def _result[T](call: _Call[T], response: httpx.Response) -> T:

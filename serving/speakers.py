@@ -92,6 +92,10 @@ class Address:
     api_key: str | None = None
     ca_certs: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise InvalidRequest("--api-key has characters that no header may have")
+
 
 class HttpSpeaker:
     """An OpenAI server. sampling: fields of the request that were asked for."""

@@ -117,15 +117,16 @@ class _Conversation:
     as_json: bool
     system: str | None
     turns: list[dict[str, str]] = field(default_factory=list)
+    failed: bool = False
 
     def run(self) -> None:
-        """Read lines until /exit or the end of input."""
+        """Read lines until /exit or the end of input; typer.Exit(1) if a pipe's question failed."""
         if sys.stdin.isatty() and not self.as_json:
             print(HELP)
         while (line := _read_line()) is not None:
             command, _, rest = line.partition(" ")
             if command == "/exit":
-                return
+                break
             if command == "/reset":
                 self.turns.clear()
             elif command == "/system":
@@ -134,6 +135,8 @@ class _Conversation:
                 print(f"{command} is unknown: {HELP}", file=sys.stderr)
             elif line.strip():
                 self._turn(line)
+        if self.failed and not sys.stdin.isatty():
+            raise typer.Exit(1)
 
     def _turn(self, text: str) -> None:
         """One question and its answer; an error or Ctrl-C ends the answer only."""
@@ -145,6 +148,7 @@ class _Conversation:
             print(" [stopped]", file=sys.stderr)
         except JaxinferError as error:
             self.turns.pop()
+            self.failed = True
             self._print_error(error)
             return
         answer = seen[-1].content if seen else ""
@@ -168,6 +172,7 @@ class _Conversation:
         if not self.as_json:
             print()
         if last.error is not None:
+            self.failed = True
             print(f"jaxinfer: {last.error}", file=sys.stderr)
 
     def _print_error(self, error: JaxinferError) -> None:

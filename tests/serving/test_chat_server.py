@@ -83,13 +83,27 @@ def test_an_error_ends_the_answer_only(
     monkeypatch.delenv("JAXINFER_API_KEY", raising=False)
     for url in (talking.url, f"grpc://{talking.target}"):
         monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-        assert main(["chat", "--json", "--server", url, "--api-key", "wrong"]) == 0
+        assert main(["chat", "--json", "--server", url, "--api-key", "wrong"]) == 1
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [line["error"]["type"] for line in lines] == ["ApiError"] * 2
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 600 + "\na\n"))
-    assert main(["chat", *GREEDY, "--json", "--server", talking.url, "--api-key", "k"]) == 0
+    assert main(["chat", *GREEDY, "--json", "--server", talking.url, "--api-key", "k"]) == 1
     long, short = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "max_model_len" in long["error"]["message"] and short["content"] == "hi €"
+
+
+@pytest.mark.parametrize("flags", [[], ["--system", "\udcff"]], ids=["line", "system"])
+def test_bytes_that_are_no_text_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    talking: LiveServer,
+    flags: list[str],
+) -> None:
+    for url in (talking.url, f"grpc://{talking.target}"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\udcfe\n"))
+        assert main(["chat", *GREEDY, *flags, "--server", url, "--api-key", "k"]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("jaxinfer: ") and "surrogate" in err
 
 
 def test_no_jax_is_loaded(talking: LiveServer) -> None:
@@ -144,6 +158,7 @@ def test_reasoning_is_shown_beside_the_answer(
         (["--server", "http://x", "--chat-template", "{template}"], ["--chat-template"]),
         (["--server", "grpc://x", "--model", "m"], ["--model='m'"]),
         (["--model", "m", "--api-key", "k"], ["--api-key", "--server"]),
+        (["--server", "http://x", "--api-key", "é"], ["--api-key", "header"]),
         (["--server", "http://x", "--top-p", "7"], ["top_p", "7"]),
     ],
     ids=lambda v: " ".join(v),
