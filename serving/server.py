@@ -33,7 +33,7 @@ from serving.sockets import bind
 
 log = logging.getLogger("jaxinfer.server")
 
-LAST_WORDS = 0.5  # seconds that answers which are ready get before the ports close
+LAST_WORDS = 0.5  # seconds that answers which are ready get at least, before the ports close
 CUT_SECONDS = 0.8  # then who still does not read is cut off
 WATCH_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # for the engine's last step; then the process ends without it
@@ -157,20 +157,27 @@ class Server:
     # --- stopping -------------------------------------------------------------------------------
 
     async def drain(self) -> bool:
-        """Refuse new requests and let running ones finish; True if all did in time."""
+        """Refuse new requests and let running ones finish and be read; True if all were in time."""
+        end = time.monotonic() + self.config.shutdown_timeout
         done = await self.service.drain()
-        await self._last_words()
-        return done
+        await self._last_words(end)
+        return done and not self._answering
 
     async def abort(self) -> None:
         """End what runs at once; its clients are told."""
         await self.service.abort_all()
         await self._last_words()
 
-    async def _last_words(self) -> None:
-        end = time.monotonic() + LAST_WORDS
-        while self.service.running and time.monotonic() < end:
+    async def _last_words(self, end: float = 0.0) -> None:
+        """Wait for readers until `end`, but some moments in any case."""
+        end = max(end, time.monotonic() + LAST_WORDS)
+        while self._answering and time.monotonic() < end:
             await asyncio.sleep(0.01)
+
+    @property
+    def _answering(self) -> bool:
+        """Whether anybody's answer is not read yet."""
+        return bool(self.service.running) or (self._http is not None and self._http.answering)
 
     async def stop(self) -> None:
         """Close the ports and the engine; what still runs is aborted."""
@@ -246,6 +253,13 @@ class _Http:
             await self._server.shutdown(sockets=[self._socket])
             cut.cancel()
         self._socket.close()
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is not written to its end, or waits in our buffers for its reader."""
+        state = self._server.server_state
+        transports = (connection.transport for connection in state.connections)
+        return bool(state.tasks) or any(t.get_write_buffer_size() for t in transports)  # type: ignore[union-attr]
 
     def _cut(self) -> None:
         """Close what is still open: its handlers end as if the client had left."""

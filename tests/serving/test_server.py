@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
@@ -54,6 +54,23 @@ async def test_a_loop_that_stands_still_does_not_keep_the_server(
         asking.cancel()
         gate.set()
         await asyncio.to_thread(engine._thread.join)
+
+
+async def test_slow_readers_have_the_grace_time_too(tiny_engine: Engine):
+    """What the engine has finished is still to be read."""
+    for grace, all_read in ((20.0, True), (0.1, False)):
+        server = Server(ServerConfig(model="tiny", port=0, shutdown_timeout=grace))
+        server.service.attach(tiny_engine)
+        call = Call(f"slow{grace}", await server.service.prompt("hi"), SamplingParams(max_tokens=8))
+        stream = server.service.generate(call)
+        await anext(stream)
+        with patch.object(tiny_engine, "drain", AsyncMock(return_value=True)):
+            draining = asyncio.create_task(server.drain())
+            await asyncio.sleep(1.0)  # longer than LAST_WORDS
+            assert draining.done() is not all_read
+            async for _ in stream:
+                pass
+            assert await draining is all_read
 
 
 @pytest.mark.parametrize("port", ["port", "grpc_port"])
