@@ -129,22 +129,35 @@ async def test_a_loop_that_dies_ends_the_server(
         async with asyncio.timeout(20):
             while not await answers(asker):
                 await asyncio.sleep(0.05)
+        begun: list[str] = []
         with slow_steps(engine):
-            over_http = asyncio.ensure_future(
-                asker.http.post("/v1/completions", json=BODY | {"stream": True})
-            )
-            over_grpc = asker.stub.Generate(request("hello", stream=True, max_tokens=200))
-            await until(lambda: engine.stats()["running"] == 2, 20)
+            over_http = asyncio.ensure_future(http_text(asker, begun))
+            over_grpc = asyncio.ensure_future(grpc_error(asker, begun))
+            await until(lambda: set(begun) == {"http", "grpc"}, 20)
             with patch.object(engine.core, "step", fail), patch.object(engine.core, "reset", fail):
-                with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    async for _ in over_grpc:
-                        pass
                 assert await asyncio.wait_for(running, 20) == 1
-        assert raised.value.code() is grpc.StatusCode.INTERNAL
-        assert "device" not in (raised.value.details() or "")
-        last = faces.events(await over_http)[-1]
-        assert last["error"]["code"] == "internal" and "device" not in json.dumps(last)
+        error, text = await over_grpc, await over_http
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "device" not in f"{error.details()}{text}"
+        assert '"code":"internal"' in text and text.endswith("data: [DONE]\n\n")
     assert not engine.alive
+
+
+async def http_text(asker: Asker, begun: list[str]) -> str:
+    text, body = "", BODY | {"stream": True, "max_tokens": 200}
+    async with asker.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_text():
+            text += piece
+            begun.append("http")
+    return text
+
+
+async def grpc_error(asker: Asker, begun: list[str]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in asker.stub.Generate(request("hello", stream=True, max_tokens=200)):
+            begun.append("grpc")
+    return raised.value
 
 
 async def answers(asker: Asker) -> bool:
