@@ -54,6 +54,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise BadField("content-type", f"content-type={kind!r:.100} must be application/json")
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise BadField("content-encoding", f"content-encoding={coding!r:.100} must be identity")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limits.body_bytes:
         raise _too_large(limits)
@@ -78,7 +80,7 @@ def parse_json(raw: bytes, max_depth: int) -> Any:
     except UnicodeDecodeError as error:
         raise BadField("body", f"body is not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        text = f"body is not valid JSON: {error.msg} at character {error.pos}"
+        text = f"body is not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
         raise BadField("body", text) from None
     except ValueError as error:  # NaN, or an integer of thousands of digits
         raise BadField("body", f"body is not valid JSON: {str(error)[:_QUOTED]}") from None

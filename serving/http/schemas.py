@@ -38,16 +38,18 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
     """Any of OpenAI's four forms, as a list of prompts."""
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of strings, token ids, or lists of token ids")
-    if all(type(item) is int for item in value):
-        return [value]
-    if all(isinstance(item, str) for item in value):
-        return value
-    for i, item in enumerate(value):
-        if not isinstance(item, list) or not all(type(token) is int for token in item):
-            raise ValueError(f"[{i}] must be a list of token ids, as the list's other items")
-    return value
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(map(_is_ids, value)):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, token ids, or lists of token ids, and not a mixture"
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 type Prompts = Annotated[

@@ -5,6 +5,7 @@ R-SRV-01 and R-SRV-03; chunked bodies as well as measured ones.
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -28,6 +29,7 @@ from tests.serving.http.wire import events, refusal
 from tests.serving.live import LiveServer
 
 JSON = {"content-type": "application/json"}
+PACKED = {"content-encoding": "gzip"}
 KINDS = ["prompt", "messages", "metadata", "nobody_knows"]
 
 
@@ -160,6 +162,30 @@ def test_content_types(http: httpx.Client):
     untyped = http.post("/v1/completions", content=body)  # as a page of another site can send it
     assert "content-type" not in untyped.request.headers
     assert refusal(untyped)["param"] == "content-type"
+    packed = http.post(
+        "/v1/completions", content=gzip.compress(body.encode()), headers=JSON | PACKED
+    )
+    assert refusal(packed)["param"] == "content-encoding"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+@pytest.mark.parametrize("cut", [1 << 20, 40, 1], ids=["whole", "pieces", "bytes"])
+def test_an_offered_upgrade_is_ignored(server: LiveServer, chunked: bool, cut: int):
+    """As Java's HTTP client sends it with every request that is not encrypted."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAA\r\n"
+    if chunked:
+        head += b"transfer-encoding: chunked\r\n\r\n"
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        head += b"content-length: %d\r\n\r\n" % len(body)
+    get = b"GET /version HTTP/1.1\r\nhost: x\r\n"
+    sent = (head + body) * 2 + get + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    sent += get + b"connection: close\r\n\r\n"
+    answer = talk(server, *(sent[i : i + cut] for i in range(0, len(sent), cut)), wait=20)
+    assert answer.count(b"HTTP/1.1 200 OK") == 4
+    assert answer.count(b'"text_completion"') == 2 and answer.count(b'"version"') == 2
 
 
 def test_large_bodies(small: LiveServer):
