@@ -6,6 +6,7 @@ Plain values; know no wire format and no engine. Made by the faces and by servic
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -59,7 +60,7 @@ class Record:
     first_token: float | None = None
     finished: float | None = None
     reason: str = "abort"
-    intervals: list[float] = field(default_factory=list)
+    intervals: array[float] = field(default_factory=lambda: array("d"))
     handed: float | None = None
     _last: list[float] = field(default_factory=list)
     _ended: list[str] = field(default_factory=list)
@@ -77,7 +78,7 @@ class Record:
         for part in output.outputs:
             count = len(part.token_ids)
             if count and self.output_tokens[part.index]:
-                self.intervals += [(now - self._last[part.index]) / count] * count
+                self.intervals.extend([(now - self._last[part.index]) / count] * count)
             if count:
                 self._last[part.index] = now
             self.output_tokens[part.index] += count

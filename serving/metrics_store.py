@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 SMALLEST, LARGEST, RATIO = 1e-5, 1e5, 1.05  # seconds; percentiles are right to half a RATIO
 _LOG_RATIO = math.log(RATIO)
 SCHEDULER_COUNTERS = ("preemptions", "prefix_queries", "prefix_hits")
@@ -33,6 +35,13 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """The same for many, of which each costs some nanoseconds."""
+        places, counts = np.unique(np.searchsorted(self.bounds, values), return_counts=True)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            self.counts[place] += count
+        self.total += float(np.sum(values))
+
 
 class Window:
     """Percentiles over the last `seconds`, from counts in geometric bins: some 450 a slot at most."""
@@ -45,11 +54,22 @@ class Window:
         self._clock = clock
 
     def add(self, value: float) -> None:
+        inside = min(max(value, SMALLEST), LARGEST)
+        self._bins()[math.ceil(math.log(inside / SMALLEST) / _LOG_RATIO)] += 1
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """The same for many, of which each costs some nanoseconds."""
+        inside = np.clip(values, SMALLEST, LARGEST)
+        bins = np.ceil(np.log(inside / SMALLEST) / _LOG_RATIO).astype(int)
+        places, counts = np.unique(bins, return_counts=True)
+        self._bins().update(dict(zip(places.tolist(), counts.tolist(), strict=True)))
+
+    def _bins(self) -> Counter[int]:
+        """Of the slot that is now."""
         number = int(self._clock() / self._width)
         if not self._slots or self._slots[-1][0] != number:
             self._slots.append((number, Counter()))
-        inside = min(max(value, SMALLEST), LARGEST)
-        self._slots[-1][1][math.ceil(math.log(inside / SMALLEST) / _LOG_RATIO)] += 1
+        return self._slots[-1][1]
 
     def percentiles(self, *shares: float) -> tuple[int, list[float]]:
         """(count of values, the value below which each share of them lies); no values: (0, [])."""

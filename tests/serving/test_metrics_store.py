@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +32,10 @@ def test_distribution_counts_as_a_histogram_does(values, bounds):
     assert cumulative[-1] == len(values)
     assert list(cumulative[:-1]) == [sum(v <= bound for v in values) for bound in bounds]
     assert distribution.total == pytest.approx(sum(values))
+    at_once = Distribution(bounds)
+    at_once.observe_all(values)
+    assert at_once.counts == distribution.counts
+    assert at_once.total == pytest.approx(distribution.total)
 
 
 @given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=200), st.floats(0.01, 1.0))
@@ -42,6 +48,17 @@ def test_window_percentiles_are_right_to_a_few_percent(values, share):
     exact = float(np.quantile(values, share, method="inverted_cdf"))
     assert count == len(values)
     assert found == pytest.approx(exact, rel=0.026)
+
+
+def test_many_values_delay_nobody():
+    """A call with a hundred outputs may bring a million intervals, in the event loop."""
+    values = array("d", np.random.default_rng(0).random(1_000_000))
+    distribution, window = Distribution((0.1, 0.5)), Window()
+    start = time.perf_counter()
+    distribution.observe_all(values)
+    window.add_all(values)
+    assert time.perf_counter() - start < 1.0  # one by one: some five
+    assert sum(distribution.counts) == window.percentiles(0.5)[0] == len(values)
 
 
 def test_window_forgets_and_stays_small():
