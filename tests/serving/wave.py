@@ -102,6 +102,7 @@ async def _leave_grpc(asker: Asker, ask: Ask, messages: int) -> None:
 async def misbehave(asker: Asker, over_http: bool, rng: random.Random) -> None:
     """Nonsense is refused with a client's error."""
     if over_http:
+        await garbage(asker, rng)
         body = rng.choice(BAD_BODIES)
         content: dict[str, Any] = {"json": body} if isinstance(body, dict) else {"content": body}
         kind = {"content-type": "application/json"}
@@ -115,6 +116,19 @@ async def misbehave(asker: Asker, over_http: bool, rng: random.Random) -> None:
     mutated = mutate(rng, request("abc", max_tokens=4).SerializeToString())
     code = await _code(asker, mutated, 5.0)
     assert code not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE), code
+
+
+async def garbage(asker: Asker, rng: random.Random) -> None:
+    """Bytes that are no HTTP, or the half of a request; then leave."""
+    url = asker.http.base_url
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{"
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(rng.choice((rng.randbytes(300), half)))
+    with suppress(ConnectionError):
+        await writer.drain()
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+        writer.close()
+        await writer.wait_closed()
 
 
 async def _code(asker: Asker, raw: bytes, seconds: float) -> grpc.StatusCode:
