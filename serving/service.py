@@ -183,7 +183,6 @@ class Service:
             raise BadField(
                 "chat_template_kwargs", f"chat_template_kwargs may not set {bad}; they are fields"
             )
-        self._check_length(messages)
         return await self.in_thread(
             self.engine.inputs.chat,
             self.template,
@@ -253,6 +252,8 @@ class Service:
         """Raise unless the call may start now."""
         if self.phase in (Phase.DRAINING, Phase.STOPPED):
             raise Unavailable("the server is shutting down and takes no new requests")
+        if self.phase is Phase.STALLED:
+            raise Unavailable("the engine stands still; try again when /ready answers 200")
         self.last_receive = time.time()
         limits = self.config.limits
         if len(call.request_id) > limits.request_id_chars:

@@ -12,12 +12,13 @@ from unittest.mock import AsyncMock, patch
 import pytest
 
 from jaxinfer.engine import Engine
-from jaxinfer.errors import ConfigError
+from jaxinfer.errors import ConfigError, Unavailable
 from jaxinfer.types import SamplingParams
 from serving import server as server_module
+from serving.calls import Call
 from serving.config import ServerConfig
 from serving.server import Server
-from serving.service import Call, Service
+from serving.service import Phase, Service
 from tests.serving.conftest import SMALL
 
 
@@ -54,6 +55,17 @@ async def test_a_loop_that_stands_still_does_not_keep_the_server(
         asking.cancel()
         gate.set()
         await asyncio.to_thread(engine._thread.join)
+
+
+@pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.STALLED, Phase.STOPPED])
+async def test_phases_that_take_nothing_new(tiny_engine: Engine, phase: Phase):
+    service = Service(ServerConfig(model="tiny"), tiny_engine)
+    rejected: list[Any] = []
+    service.on_reject.append(rejected.append)
+    service.set_phase(phase)
+    with pytest.raises(Unavailable):
+        await first_item(service)
+    assert len(rejected) == 1 and not service.running
 
 
 async def test_slow_readers_have_the_grace_time_too(tiny_engine: Engine):
