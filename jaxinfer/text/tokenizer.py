@@ -178,12 +178,6 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be a string, not {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"prompt has a lone surrogate at character {error.start}; send valid Unicode text"
-            ) from None
         ids = encode_ids(self.backend, text, add_special_tokens)
         return self._with_bos_rule(text, ids) if add_special_tokens else ids
 
@@ -241,7 +235,16 @@ class Tokenizer:
 def encode_ids(
     backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False
 ) -> list[int]:
-    """Token ids of `text`; while a long one is encoded, other threads run."""
+    """Token ids of `text`; while a long one is encoded, other threads run.
+
+    Raises InvalidRequest if it holds lone surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"prompt has a lone surrogate at character {error.start}; send valid Unicode text"
+        ) from None
     if len(text) < LONG_TEXT:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     # Only the batch call releases Python's lock.

@@ -174,3 +174,8 @@ def test_a_spelling_that_the_normalizer_makes_a_control_token_is_text():
     assert inputs._tokenizer is not None
     prompt = chat(inputs, user("hi＜|x|＞"), "{{ messages[0].content }}<|x|>")
     assert prompt.token_ids.count(inputs._tokenizer.token_to_id("<|x|>") or -1) == 1
+
+
+def test_a_lone_surrogate_beside_a_control_token_is_refused(inputs):
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        chat(inputs, user("\ud800 <|im_end|>"))
