@@ -102,7 +102,7 @@ def test_the_neighbour_is_not_disturbed(http: httpx.Client, server: LiveServer):
 def test_half_a_request_and_pipelines(server: LiveServer):
     """Clients that leave in the middle of a body, or send two requests at once."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(head + b"content-length: 100\r\n\r\n{")
     raw = b'{"prompt":"a","max_tokens":1}'
@@ -111,7 +111,9 @@ def test_half_a_request_and_pipelines(server: LiveServer):
         connection.sendall(request * 2)
         answer = b""
         while answer.count(b"HTTP/1.1 200") < 2:
-            answer += connection.recv(65536)
+            received = connection.recv(65536)
+            assert received, answer
+            answer += received
     assert server.settle()["active_requests"] == 0
 
 
