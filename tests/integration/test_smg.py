@@ -109,9 +109,13 @@ def test_chat_and_completions_through_the_gateway(cluster: Cluster):
     assert theirs.choices[0].message.content == ours.choices[0].message.content
     assert theirs.choices[0].finish_reason == ours.choices[0].finish_reason
     assert theirs.usage.completion_tokens == ours.usage.completion_tokens
-    stream = cluster.client.chat.completions.create(messages=messages, stream=True, **options)  # type: ignore[call-overload]
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = list(cluster.client.chat.completions.create(messages=messages, **streaming, **options))  # type: ignore[call-overload]
     joined = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
     assert joined == ours.choices[0].message.content
+    (usage,) = [c.usage for c in stream if c.usage]
+    assert usage.completion_tokens == ours.usage.completion_tokens == 12
+    assert usage.prompt_tokens == ours.usage.prompt_tokens
     text = cluster.complete("the quick", max_tokens=12)
     assert (
         text.choices[0].text
@@ -175,9 +179,11 @@ def test_the_rest_goes_on_when_a_server_dies(tmp_path, clients, tiny, processes)
     cluster = launch(tmp_path, clients / "smg", tiny, processes)
     done: list[str] = []
 
+    long = {"max_tokens": 96, "extra_body": {"ignore_eos": True}}
+
     def ask(i: int) -> str | None:
         try:
-            done.append(cluster.complete(f"{i} {'z' * (i % 50)}", max_tokens=32).choices[0].text)
+            done.append(cluster.complete(f"{i} {'z' * (i % 50)}", **long).choices[0].text)
         except openai.APIError as error:
             return str(error)
         return None
@@ -192,5 +198,5 @@ def test_the_rest_goes_on_when_a_server_dies(tmp_path, clients, tiny, processes)
         failures = [f.result() for f in load if f.result() is not None]
     print(f"{len(failures)} of the {left} that were not done failed: {set(failures)}")
     assert left > 40
-    assert len(failures) <= 16, "more than what was in flight, or queued at, the dead server"
+    assert len(failures) <= 8, "more than what was in flight"
     assert [ask(i) for i in range(500, 520)] == [None] * 20, "the other one serves"
