@@ -12,7 +12,7 @@ import itertools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -134,8 +134,10 @@ class GrpcClient(_Calls):
     def tokenizer(self) -> bytes:
         """The zip archive of the tokenizer's files; its checksum was compared."""
         with _errors():
-            request = common_pb2.GetTokenizerRequest()
-            return _archive(self._stub.GetTokenizer(request, **self._options))
+            archive = _Archive()
+            for chunk in self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), **self._options):
+                archive.add(chunk)
+            return archive.whole()
 
     def _call(self, name: str, request: Any) -> Any:
         with _errors():
@@ -202,8 +204,10 @@ class AsyncGrpcClient(_Calls):
 
     async def tokenizer(self) -> bytes:
         with _errors():
-            call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), **self._options)
-            return _archive([chunk async for chunk in call])
+            archive, request = _Archive(), common_pb2.GetTokenizerRequest()
+            async for chunk in self._stub.GetTokenizer(request, **self._options):
+                archive.add(chunk)
+            return archive.whole()
 
     async def _call(self, name: str, request: Any) -> Any:
         with _errors():
@@ -298,16 +302,22 @@ def _logprobs(values: pb.OutputLogProbs) -> list[dict[int, float]]:
     ]
 
 
-def _archive(chunks: Iterable[common_pb2.GetTokenizerChunk]) -> bytes:
-    data, digest = bytearray(), ""
-    for chunk in chunks:
-        data += chunk.data
-        digest = chunk.sha256 or digest
-        if len(data) > MAX_TOKENIZER:
+class _Archive:
+    """Puts a tokenizer's archive together, up to MAX_TOKENIZER bytes."""
+
+    def __init__(self) -> None:
+        self._data, self._digest = bytearray(), ""
+
+    def add(self, chunk: common_pb2.GetTokenizerChunk) -> None:
+        self._data += chunk.data
+        self._digest = chunk.sha256 or self._digest
+        if len(self._data) > MAX_TOKENIZER:
             raise ApiError(f"the tokenizer has more than {MAX_TOKENIZER} bytes")
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise ApiError("the tokenizer's checksum is wrong", type="protocol_error")
-    return bytes(data)
+
+    def whole(self) -> bytes:
+        if hashlib.sha256(self._data).hexdigest() != self._digest:
+            raise ApiError("the tokenizer's checksum is wrong", type="protocol_error")
+        return bytes(self._data)
 
 
 @contextmanager

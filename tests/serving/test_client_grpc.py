@@ -208,7 +208,23 @@ def test_a_damaged_tokenizer_is_refused() -> None:
     parts = [b"a", b"b"]
     chunks = [common_pb2.GetTokenizerChunk(data=p) for p in parts]
     chunks[-1].sha256 = digest
-    assert client_grpc._archive(chunks) == b"ab"
-    for bad in (chunks[:1], chunks[1:], []):
-        with pytest.raises(ApiError, match="checksum"):
-            client_grpc._archive(bad)
+    for some, whole in ((chunks, True), (chunks[:1], False), (chunks[1:], False), ([], False)):
+        archive = client_grpc._Archive()
+        for chunk in some:
+            archive.add(chunk)
+        if whole:
+            assert archive.whole() == b"ab"
+        else:
+            with pytest.raises(ApiError, match="checksum"):
+                archive.whole()
+
+
+async def test_a_tokenizer_without_end_is_not_read(
+    client: GrpcClient, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_grpc, "MAX_TOKENIZER", 10)
+    with pytest.raises(ApiError, match="more than 10 bytes"):
+        client.tokenizer()
+    async with AsyncGrpcClient(f"grpc://{server.target}") as other:
+        with pytest.raises(ApiError, match="more than 10 bytes"):
+            await other.tokenizer()
