@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.types import CompletionOutput, RequestOutput
 from serving.http import logprobs as forms
 from serving.http.chunks import Frame, dumps, ending
-from serving.http.exchange import run
+from serving.http.exchange import encoded, run, scores_size
 from serving.parsers import MessageDelta
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ async def stream(job: ChatJob) -> AsyncGenerator[bytes]:
             held.append(item)
             chunks.scores = item.prompt_logprobs or chunks.scores
             if job.params.prompt_logprobs is None or chunks.scores is not None:
-                if text := b"".join(map(chunks.take, held)):
+                size = scores_size(item.prompt_logprobs, job.params)
+                if text := await encoded(
+                    job.service, size, lambda: b"".join(map(chunks.take, held))
+                ):
                     yield text
                 held.clear()
     if chunks.frame.include_usage:

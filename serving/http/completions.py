@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -31,9 +32,11 @@ from serving.http.exchange import (
     Collected,
     Whole,
     collect,
+    encoded,
     make_calls,
     request_id,
     run,
+    scores_size,
 )
 from serving.http.fields import sampling_params, warning_headers
 from serving.http.prompts import text_prompt
@@ -222,7 +225,9 @@ async def _stream(job: Job) -> AsyncGenerator[bytes]:
             if not job.waits_for_scores or index in chunks.scores:
                 ready = [one for one in held if one[0] == index]
                 held = [one for one in held if one[0] != index]
-                if text := b"".join(chunks.take(*one) for one in ready):
+                if text := await encoded(
+                    job.service, chunks.size(ready), partial(chunks.join, ready)
+                ):
                     yield text
     if chunks.frame.include_usage:
         yield chunks.frame.usage_event()
@@ -236,6 +241,15 @@ class _Chunks:
         self.frame = Frame(job.fixed, job.body.stream_options, job.calls)
         self.scores: dict[int, Any] = {}
         self._writers: dict[tuple[int, int], _Writer] = {}
+
+    def size(self, items: Sequence[tuple[int, RequestOutput]]) -> int:
+        """Numbers of the prompts' log-probabilities that the items' events tell."""
+        new = {(i, o.index) for i, item in items for o in item.outputs} - self._writers.keys()
+        return sum(scores_size(self.scores.get(i), self.job.params) for i, _ in new)
+
+    def join(self, items: Sequence[tuple[int, RequestOutput]]) -> bytes:
+        """The events of items."""
+        return b"".join(self.take(*item) for item in items)
 
     def take(self, call: int, item: RequestOutput) -> bytes:
         """The events of one item; empty if it has nothing to tell."""

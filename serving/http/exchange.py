@@ -17,12 +17,10 @@ from starlette.requests import Request
 from jaxinfer.errors import JaxinferError, Unavailable
 from jaxinfer.inputs import Prompt
 from jaxinfer.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from serving.calls import Call
+from serving.calls import TRACE_HEADERS, Call
 from serving.coalesce import coalesce
 from serving.errors import BadField
 from serving.service import Phase, Service
-
-TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Failed(JaxinferError):
@@ -194,6 +192,16 @@ class Whole:
 SMALL = 4096  # numbers in an answer that the event loop may encode itself
 
 
+async def encoded(service: Service, size: int, write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of `size` numbers; a large one in a thread, a small one waits for none."""
+    return write() if size <= SMALL else await service.in_thread(write)
+
+
+def scores_size(scores: Sequence[Any] | None, params: SamplingParams) -> int:
+    """Numbers that a prompt's log-probabilities are written with."""
+    return len(scores or ()) * (1 + (params.prompt_logprobs or 0))
+
+
 @dataclass(slots=True)
 class Collected:
     """What a request that does not stream has yielded.
@@ -209,11 +217,11 @@ class Collected:
     async def encode(
         self, service: Service, params: SamplingParams, write: Callable[[], bytes]
     ) -> bytes:
-        """The answer's body, from `write`; a large one in a thread, a small one waits for none."""
+        """The answer's body, from `write`."""
         size = self.usage.completion_tokens * (1 + (params.logprobs or 0))
         if params.prompt_logprobs is not None:
             size += self.usage.prompt_tokens * (1 + params.prompt_logprobs)
-        return write() if size <= SMALL else await service.in_thread(write)
+        return await encoded(service, size, write)
 
 
 async def collect(service: Service, calls: Sequence[Call]) -> Collected:

@@ -7,19 +7,32 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxinfer.types import CompletionOutput
+from jaxinfer.types import CompletionOutput, RequestOutput
 from serving.calls import Call
 from serving.errors import BadField
 from serving.http import logprobs as forms
 from serving.http.body import read_model
-from serving.http.errors import JsonResponse, counted
-from serving.http.exchange import Whole, collect, make_calls, request_id, run, usage_of
+from serving.http.chunks import whole as whole_body
+from serving.http.errors import counted
+from serving.http.exchange import (
+    Collected,
+    Usage,
+    Whole,
+    collect,
+    encoded,
+    make_calls,
+    request_id,
+    run,
+    scores_size,
+    usage_of,
+)
 from serving.http.fields import sampling_params, warning_headers
 from serving.http.schemas import GenerateRequest
 from serving.http.sse import EventStream, event, while_connected, with_errors
@@ -38,14 +51,8 @@ async def generate(request: Request) -> Response:
         idle = service.config.limits.idle_seconds
         return EventStream(with_errors(_stream(service, call, body)), idle, headers)
     done = await while_connected(request.receive, collect(service, [call]))
-    answer: dict[str, Any] = {
-        "request_id": call.request_id,
-        "choices": [_choice(service, call, i, whole) for i, whole in enumerate(done.outputs[0])],
-        "usage": done.usage.json(),
-    }
-    if (scores := done.prompt_logprobs[0]) is not None:
-        answer["prompt_logprobs"] = forms.prompt_logprobs(scores, call.params.prompt_logprobs or 0)
-    return JsonResponse(answer, headers=headers)
+    answer = await done.encode(service, call.params, lambda: _whole(service, call, done))
+    return Response(answer, headers=headers, media_type="application/json")
 
 
 ROUTES = [Route("/inference/v1/generate", generate, methods=["POST"])]
@@ -74,6 +81,14 @@ async def _call(request: Request, service: Service, body: GenerateRequest) -> Ca
     return call
 
 
+def _whole(service: Service, call: Call, done: Collected) -> bytes:
+    choices = (_choice(service, call, i, whole) for i, whole in enumerate(done.outputs[0]))
+    more: dict[str, Any] = {"usage": done.usage.json()}
+    if (scores := done.prompt_logprobs[0]) is not None:
+        more["prompt_logprobs"] = forms.prompt_logprobs(scores, call.params.prompt_logprobs or 0)
+    return whole_body({"request_id": call.request_id}, choices, more)
+
+
 def _choice(
     service: Service, call: Call, index: int, part: Whole | CompletionOutput
 ) -> dict[str, Any]:
@@ -96,18 +111,28 @@ def _logprobs(
 
 
 async def _stream(service: Service, call: Call, body: GenerateRequest) -> AsyncGenerator[bytes]:
-    options, usage = body.stream_options, usage_of([call])
+    usage = usage_of([call])
     async with aclosing(run(service, [call], service.config.stream_interval)) as stream:
         async for _, item in stream:
             usage.take(0, item)
-            chunk: dict[str, Any] = {"request_id": call.request_id}
-            chunk["choices"] = [_choice(service, call, o.index, o) for o in item.outputs]
-            if item.prompt_logprobs is not None:
-                count = call.params.prompt_logprobs or 0
-                chunk["prompt_logprobs"] = forms.prompt_logprobs(item.prompt_logprobs, count)
-            if options and options.include_usage:
-                chunk["usage"] = usage.json() if options.continuous_usage_stats else None
-            if item.outputs or "prompt_logprobs" in chunk:
-                yield event(chunk)
-    if options and options.include_usage:
+            if item.outputs or item.prompt_logprobs is not None:
+                size = scores_size(item.prompt_logprobs, call.params)
+                yield await encoded(
+                    service, size, partial(_chunk, service, call, body, item, usage)
+                )
+    if body.stream_options and body.stream_options.include_usage:
         yield event({"request_id": call.request_id, "choices": [], "usage": usage.json()})
+
+
+def _chunk(
+    service: Service, call: Call, body: GenerateRequest, item: RequestOutput, usage: Usage
+) -> bytes:
+    options = body.stream_options
+    chunk: dict[str, Any] = {"request_id": call.request_id}
+    chunk["choices"] = [_choice(service, call, o.index, o) for o in item.outputs]
+    if item.prompt_logprobs is not None:
+        count = call.params.prompt_logprobs or 0
+        chunk["prompt_logprobs"] = forms.prompt_logprobs(item.prompt_logprobs, count)
+    if options and options.include_usage:
+        chunk["usage"] = usage.json() if options.continuous_usage_stats else None
+    return event(chunk)

@@ -5,6 +5,7 @@ Also R-SRV-05 (usage) and R-LPB-01 (finite numbers), and what evaluators compare
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from openai.types import Completion
 
 from jaxinfer.types import RequestOutput, SamplingParams
 from serving.config import ServerConfig
+from serving.http import exchange
+from serving.http import logprobs as forms
 from tests.serving.http.wire import completion, events, join_completion
 from tests.serving.live import LiveServer
 
@@ -296,3 +299,31 @@ def test_recommended_sampling_is_used_where_the_client_is_silent(server: LiveSer
     assert (silent.temperature, silent.top_k, silent.max_tokens) == (0.25, 7, 5)
     assert (spoken.temperature, spoken.top_k, spoken.max_tokens) == (1.0, 7, None)
     assert SamplingParams().temperature == 1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"]
+)
+def test_many_scores_are_written_beside_the_event_loop(
+    path: str, stream: bool, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """A prompt of 32k tokens with 20 scores each takes most of a second to write."""
+    body: dict[str, Any] = {"prompt": "the b x", "messages": [{"role": "user", "content": "the b"}]}
+    body |= {"max_tokens": 2, "prompt_logprobs": 1, "stream": stream, "temperature": 0.0}
+    if path == "/inference/v1/generate":
+        params = {name: body[name] for name in ("max_tokens", "prompt_logprobs", "temperature")}
+        body = {"token_ids": [1, 2, 3], "sampling_params": params, "stream": stream}
+    threads: list[str] = []
+    original = forms.prompt_logprobs
+
+    def told(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return original(*args)
+
+    monkeypatch.setattr(forms, "prompt_logprobs", told)
+
+    for numbers in (exchange.SMALL, 0):
+        monkeypatch.setattr(exchange, "SMALL", numbers)
+        assert '"prompt_logprobs":[null,{' in http.post(path, json=body).text
+    assert threads[0] == "live-server" and threads[1].startswith("jaxinfer-text")

@@ -138,7 +138,7 @@ def test_text_that_is_no_unicode(http: httpx.Client):
     kind = {"content-type": "application/json"}
     assert http.post("/v1/completions", content=stop, headers=kind).status_code == 200
     name = b'{"prompt": "a", "\\ud800": 1}'
-    assert refusal(http.post("/v1/completions", content=name))["message"]
+    assert refusal(http.post("/v1/completions", content=name, headers=kind))["message"]
 
 
 def test_too_many_outputs(http: httpx.Client):
