@@ -80,6 +80,10 @@ def _build(server: dict[str, Any], limits: dict[str, Any], engine: dict[str, Any
     for field in ("port", "grpc_port"):
         if server.get(field) == OFF:
             server[field] = None
+    for flag in LIMITS:  # Limits itself says its own names, which no user typed
+        if not limits.get(flag.field, 1) > 0:
+            value = limits[flag.field]
+            raise ConfigError(f"{flag.spelling}={value!r} must be a number above 0")
     if "chat_template" in server:
         server["chat_template"] = _template(server["chat_template"])
     server = {k: tuple(v) if isinstance(v, list) else v for k, v in server.items()}
