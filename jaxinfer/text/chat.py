@@ -27,6 +27,15 @@ _END = "\ufdef"  # a noncharacter: no text holds it for a reason
 _ENVIRONMENT = ChatEnvironment()
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object for most templates, its JSON text where one adds it to a string."""
+
+    def __radd__(self, text: str) -> str:
+        return (
+            text + json.dumps(self, ensure_ascii=False) if isinstance(text, str) else NotImplemented
+        )
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -96,6 +105,8 @@ class ChatTemplate:
         )
         if continue_final_message:
             checked[-1] = _with_end(f"messages[{len(checked) - 1}]", checked[-1])
+        for call in (call for message in checked for call in message.get("tool_calls", ())):
+            call["function"]["arguments"] = Arguments(call["function"]["arguments"])
         text = self._run(
             {
                 **self._tokens,

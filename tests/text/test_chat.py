@@ -170,6 +170,17 @@ def test_fields_that_clients_leave_null_are_left_out():
     )
 
 
+def test_templates_that_take_arguments_for_text():
+    """DeepSeek's add them to a string, others write them as JSON."""
+    source = (
+        "{% set call = messages[0].tool_calls[0].function %}"
+        "{{ call.name + '\n' + call.arguments + '|' }}{{ call.arguments | tojson }}{{ call.arguments.a }}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":"é"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate(source).render([message]) == 'f\n{"a": "é"}|{"a": "é"}é'
+
+
 PLAIN = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 SAME_AS_JINJA = [
     "{{ 'a\nb\n\n\rc\n'|indent }}|{{ 'a\nb'|indent(2, true) }}|{{ 'a\n\nb'|indent('--', blank=true) }}",
