@@ -256,15 +256,19 @@ class _Http:
 
     @property
     def answering(self) -> bool:
-        """Whether an answer is not written to its end, or waits in our buffers for its reader."""
-        state = self._server.server_state
-        transports = (connection.transport for connection in state.connections)
-        return bool(state.tasks) or any(t.get_write_buffer_size() for t in transports)  # type: ignore[union-attr]
+        """Whether a request that has arrived is not answered, or its answer waits for its reader."""
+        return any(_busy(connection) for connection in self._server.server_state.connections)
 
     def _cut(self) -> None:
         """Close what is still open: its handlers end as if the client had left."""
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
+
+
+def _busy(connection: Any) -> bool:
+    cycle = connection.cycle  # uvicorn's, of the connection's last request
+    asks = cycle is not None and not cycle.more_body and not cycle.response_complete
+    return asks or connection.transport.get_write_buffer_size() > 0
 
 
 def _address(config: ServerConfig, port: int | None) -> str:

@@ -85,6 +85,21 @@ async def test_slow_readers_have_the_grace_time_too(tiny_engine: Engine):
             assert await draining is all_read
 
 
+async def test_half_a_request_does_not_hold_up_the_stop(tiny_engine: Engine):
+    server = Server(ServerConfig(model="tiny", port=0, shutdown_timeout=20.0))
+    await server.listen()
+    server.service.attach(tiny_engine)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
+    await asyncio.sleep(0.2)
+    with patch.object(tiny_engine, "drain", AsyncMock(return_value=True)):
+        assert await asyncio.wait_for(server.drain(), 5.0)
+    await server.stop()
+    await reader.read()
+    writer.close()
+
+
 @pytest.mark.parametrize("port", ["port", "grpc_port"])
 async def test_files_for_tls_are_named(port: str, tmp_path: Path):
     ports: dict[str, Any] = {"port": None} | {port: 0}
