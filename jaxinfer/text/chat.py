@@ -105,8 +105,7 @@ class ChatTemplate:
         )
         if continue_final_message:
             checked[-1] = _with_end(f"messages[{len(checked) - 1}]", checked[-1])
-        for call in (call for message in checked for call in message.get("tool_calls", ())):
-            call["function"]["arguments"] = Arguments(call["function"]["arguments"])
+        _wrap_arguments(checked)
         text = self._run(
             {
                 **self._tokens,
@@ -230,6 +229,12 @@ def _check_arguments(where: str, arguments: object) -> dict[str, Any]:
     if arguments is not None and not isinstance(arguments, Mapping):
         raise InvalidRequest(f"{where} must be a JSON object, not {type(arguments).__name__}")
     return dict(arguments or {})
+
+
+def _wrap_arguments(messages: list[dict[str, Any]]) -> None:
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = Arguments(call["function"]["arguments"])
 
 
 def _check_tools(tools: object) -> list[dict[str, Any]] | None:
