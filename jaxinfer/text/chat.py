@@ -106,15 +106,9 @@ class ChatTemplate:
         if continue_final_message:
             checked[-1] = _with_end(f"messages[{len(checked) - 1}]", checked[-1])
         _wrap_arguments(checked)
-        text = self._run(
-            {
-                **self._tokens,
-                **kwargs,
-                "messages": checked,
-                "tools": checked_tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        given = {"messages": checked, "tools": checked_tools}
+        given["add_generation_prompt"] = add_generation_prompt
+        text = self._run({**self._tokens, **kwargs, **given})
         return _cut_at_end(text, len(checked) - 1) if continue_final_message else text
 
     def check(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
