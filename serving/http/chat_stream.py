@@ -58,9 +58,9 @@ class _Chunks:
 
     def take(self, item: RequestOutput) -> bytes:
         """The events of one item; empty if it has nothing to tell."""
-        self.frame.take(0, item)
-        head = "" if self._begun else self._roles()
+        head = "" if self._begun else self._roles()  # they hold no token: not counted yet
         self._begun = True
+        self.frame.take(0, item)
         chunk = self._parsed if self.job.parsers else self._plain
         return (head + "".join(map(chunk, item.outputs))).encode()
 

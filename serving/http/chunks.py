@@ -34,10 +34,14 @@ class Frame:
         self._fixed = fixed
         self._head = f'data: {dumps(fixed)[:-1]},"choices":[{{"index":'
         self._tail = '}],"usage":null}\n\n' if self.include_usage else "}]}\n\n"
+        self._tell()
 
     def take(self, call: int, item: RequestOutput) -> None:
         """Count an item before its chunks are written."""
         self.usage.take(call, item)
+        self._tell()
+
+    def _tell(self) -> None:
         if self.continuous:
             self._tail = f'}}],"usage":{dumps(self.usage.json())}}}\n\n'
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -118,6 +118,9 @@ async def _job(request: Request, service: Service, body: CompletionRequest) -> J
     prompts: list[Prompt] = await asyncio.gather(
         *(text_prompt(service, p, special, body.truncate_prompt_tokens) for p in body.prompt)
     )
+    if body.limit is None:  # a default that nobody asked for is cut to the room, not refused
+        room = service.engine.core.max_model_len - max(len(p.token_ids) for p in prompts)
+        params = replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
     identity = request_id(request, service, body.request_id, "cmpl")
     calls = make_calls(
         request,

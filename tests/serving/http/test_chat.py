@@ -319,6 +319,7 @@ def test_continuous_usage(http: httpx.Client):
     chunks = events(http.post("/v1/chat/completions", json={**body, "ignore_eos": True}))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 10 and chunks[-1]["choices"] == []
+    assert counts[:2] == [0, 0]  # the roles: a client that counts tokens by chunk sees none in them
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxinfer.types import RequestOutput, SamplingParams
 from serving.config import ServerConfig
 from serving.http import exchange
 from serving.http import logprobs as forms
-from tests.serving.http.wire import completion, events, join_completion
+from tests.serving.http.wire import completion, events, join_completion, refusal
 from tests.serving.live import LiveServer
 
 IDS = [104, 101, 257, 33]
@@ -254,6 +254,10 @@ def test_silent_clients_get_sixteen_tokens_and_an_id(http: httpx.Client):
     answer = completion(response)
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["id"] == response.headers["x-request-id"] and answer["id"].startswith("cmpl-")
+    long = {"prompt": [[65] * 250, [65] * 251], "ignore_eos": True}  # of the model's 256
+    assert post(http, **long)["usage"]["completion_tokens"] == 2 * 5
+    full = http.post("/v1/completions", json={"prompt": [65] * 256})
+    assert refusal(full)["param"] == "max_tokens"
     assert answer["model"] == "tiny" and answer["object"] == "text_completion"
     assert "x-jaxinfer-warning" not in response.headers
 
