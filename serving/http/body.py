@@ -83,7 +83,8 @@ def parse_json(raw: bytes, max_depth: int) -> Any:
         text = f"body is not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
         raise BadField("body", text) from None
     except ValueError as error:  # NaN, or an integer of thousands of digits
-        raise BadField("body", f"body is not valid JSON: {str(error)[:_QUOTED]}") from None
+        reason = str(error).split(";")[0]  # behind it Python says which of its settings to change
+        raise BadField("body", f"body is not valid JSON: {reason[:_QUOTED]}") from None
 
 
 def check_shape(raw: bytes, most: int) -> None:
