@@ -98,8 +98,10 @@ class SamplingParams:
                     f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; "
                     f"allowed range [0, {self.max_tokens}]"
                 )
+        if self.seed == -1:  # vLLM's way to say that none is given
+            set_(self, "seed", None)
         if self.seed is not None:
-            check_range("seed", self.seed, 0, 2**63 - 1)
+            check_range("seed", self.seed, 0, 2**63 - 1, "-1 is the same as None")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, MAX_LOGPROBS)

@@ -23,6 +23,7 @@ class Call:
     Attributes:
         request_id: the client's, or one made by `Service.new_id`. It must not be running.
         face: "http", "grpc" or "kserve". endpoint: route or RPC, for logs and spans.
+        arrival: when it reached the face, before its prompt was read (time.monotonic).
         trace: W3C trace headers (traceparent, tracestate). user: what the client says about itself.
     """
 
@@ -37,6 +38,7 @@ class Call:
     endpoint: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
+    arrival: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ class Limits:
 
     Attributes:
         body_bytes: of an HTTP body, and of a gRPC message.
+        arriving_bytes: of all HTTP bodies that are being read at a time; more get 429.
         json_depth: nesting of a JSON body.
         prompts: prompts in one completions request.
         outputs: prompts times n of one request.
@@ -34,6 +35,7 @@ class Limits:
     """
 
     body_bytes: int = 32 * MIB
+    arriving_bytes: int = 512 * MIB
     json_depth: int = 64
     prompts: int = 1024
     outputs: int = 1024

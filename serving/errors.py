@@ -28,6 +28,10 @@ class Unauthenticated(JaxinferError):
     """No credentials, or wrong ones."""
 
 
+class Forbidden(InvalidRequest):
+    """A request that this server takes from nobody."""
+
+
 class Unsupported(InvalidRequest):
     """A feature that this server, or this configuration of it, does not have."""
 
@@ -60,6 +64,7 @@ class Wire(NamedTuple):
 _TABLE: tuple[tuple[type[BaseException], Wire], ...] = (  # the first that fits
     (NotFound, Wire(404, "invalid_request_error", "not_found", "NOT_FOUND")),
     (Unauthenticated, Wire(401, "authentication_error", "invalid_api_key", "UNAUTHENTICATED")),
+    (Forbidden, Wire(403, "permission_error", "forbidden", "PERMISSION_DENIED")),
     (Unsupported, Wire(400, "invalid_request_error", "unsupported", "UNIMPLEMENTED")),
     (TooLarge, Wire(413, "invalid_request_error", "too_large", "INVALID_ARGUMENT")),
     (Precondition, Wire(400, "invalid_request_error", None, "FAILED_PRECONDITION")),

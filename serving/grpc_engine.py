@@ -37,7 +37,7 @@ from serving.grpc_guard import trace_headers
 from serving.grpc_info import Load, model_info, server_info
 from serving.grpc_kv_events import subscribe_kv_events
 from serving.grpc_tokenizer import bundle, chunks
-from serving.service import MAX_TOKEN_CHARS, Phase, Service
+from serving.service import Phase, Service
 
 NAME = "vllm.grpc.engine.VllmEngine"
 ADMIN = tuple(f"/{NAME}/{rpc}" for rpc in ("FlushCache", "StartProfile", "StopProfile"))
@@ -62,7 +62,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        service = self._service
+        service, arrival = self._service, time.monotonic()
         request_id = request.request_id or service.new_id("grpc")
         remaining = context.time_remaining()
         end = math.inf if remaining is None else time.monotonic() + remaining
@@ -78,6 +78,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
                 for message in aborted(len(call.prompt.token_ids), call.params.n):
                     yield message
                 return
+        call.arrival = arrival
         if remaining is not None:
             call.timeout = min(max(end - time.monotonic(), 1e-3), MAX_TIMEOUT)
         replies = Replies(call.params, request.stream)
@@ -126,8 +127,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
                 tokenizer = service.tokenizer
                 if keep is None:
                     return await service.prompt(request.text)
-                if len(request.text) > longest * MAX_TOKEN_CHARS:
-                    raise BadField("text", f"text has {len(request.text)} characters, too many")
+                service.check_length("text", len(request.text))
                 ids = await service.in_thread(tokenizer.encode, request.text)
                 return await service.prompt(ids[-keep:])
         raise BadField("input", "input is missing; give tokenized.input_ids or text")

@@ -70,6 +70,8 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a port that is taken is an error, not a lottery
         # Clients ping while a call is silent; gRPC's defaults would cut them off for it.
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 60_000),  # finds clients that are gone without a word
+        ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]

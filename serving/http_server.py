@@ -27,6 +27,7 @@ from serving.http import (
 from serving.http.auth import guard
 from serving.http.errors import HANDLERS, on_http_error
 from serving.http.openapi import openapi_route
+from serving.http.origin import LocalOrigins
 from serving.http.protocol import BoundedHttp
 from serving.service import Service
 
@@ -46,9 +47,11 @@ def build_app(service: Service) -> Starlette:
     routes.append(openapi_route(routes))
     # Starlette would raise again what a handler of Exception has answered; its middleware does not.
     handlers = Middleware(ExceptionMiddleware, handlers=HANDLERS)
+    config = service.config
+    trusting = config.loopback and not config.api_keys
     app = Starlette(
-        routes=guard(routes, admin.ROUTES, service.config),
-        middleware=[handlers],
+        routes=guard(routes, admin.ROUTES, config),
+        middleware=[Middleware(LocalOrigins), handlers] if trusting else [handlers],
         exception_handlers={HTTPException: on_http_error},  # else Starlette answers in plain text
     )
     app.router.redirect_slashes = False  # one path is one route

@@ -39,7 +39,10 @@ class Profiler:
             ) from None
         self._lock = threading.Lock()
         self._name: str | None = None  # of the folder being written
-        self._left = 0  # steps until it ends by itself; 0: when stop is called
+        self._left: tuple[str, int] = (
+            "",
+            0,
+        )  # a profile, and steps until it ends by itself; 0: never
 
     @property
     def running(self) -> bool:
@@ -64,7 +67,7 @@ class Profiler:
                 jax.profiler.start_trace(self._directory / name)
             except RuntimeError as error:  # this process is being traced by other means
                 raise InvalidRequest("another profile is running in this process") from error
-            self._name, self._left = name, num_steps or 0
+            self._name, self._left = name, (name, num_steps or 0)
         log.info("profile %s begins", name)
         return name
 
@@ -77,7 +80,6 @@ class Profiler:
 
     def _write(self, name: str) -> str:
         """With the lock held: `running` until the files are there."""
-        self._left = 0
         try:
             jax.profiler.stop_trace()
         finally:
@@ -87,10 +89,11 @@ class Profiler:
 
     def on_step(self, _: StepReport) -> None:
         """Count a step; runs in the engine thread, so the last one leaves the writing to another."""
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                threading.Thread(target=self._end, args=(self._name,), daemon=True).start()
+        name, left = self._left
+        if left:
+            self._left = (name, left - 1)
+            if left == 1:
+                threading.Thread(target=self._end, args=(name,), daemon=True).start()
 
     def _end(self, name: str | None) -> None:
         """Write the trace `name`, or any (None), unless somebody has done so."""

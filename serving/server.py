@@ -189,7 +189,9 @@ class Server:
         faces = [self._grpc.stop(0.5)] if self._grpc is not None else []
         if self._http is not None:
             faces.append(self._http.stop())
-        await asyncio.gather(*faces)
+        for end in await asyncio.gather(*faces, return_exceptions=True):
+            if isinstance(end, Exception):
+                log.error("a port did not close properly", exc_info=end)
         if self._own_engine:
             await self._close_engine()
         elif self._engine is not None:

@@ -136,6 +136,7 @@ _SERVER = (
 
 _LIMITS = (
     Flag("body_bytes", int, "bytes of an HTTP body or a gRPC message", "--max-body-bytes"),
+    Flag("arriving_bytes", int, "bytes of all bodies being read", "--max-arriving-bytes"),
     Flag("json_depth", int, "nesting of a JSON body", "--max-json-depth"),
     Flag("prompts", int, "prompts in one request", "--max-prompts-per-request"),
     Flag("outputs", int, "prompts times n of one request", "--max-outputs-per-request"),

@@ -53,6 +53,7 @@ class Service:
         self.on_finish: list[Callable[[Record], None]] = []  # once for each Call that was admitted
         self.on_reject: list[Callable[[Wire], None]] = []  # once for each that was not
         self.running: dict[str, Record] = {}
+        self.arriving_bytes = 0  # of HTTP bodies that are being read
         self.last_receive = 0.0  # time.time() of the last Call
         self.kv_hub: Any = None  # KvEventHub; None: KV events are off
         self.metrics: Any = None  # Metrics; None in tests of one face
@@ -159,7 +160,8 @@ class Service:
 
     async def prompt(self, value: Any, add_special_tokens: bool = True) -> Prompt:
         """A checked prompt from text, token ids or a mapping (see InputProcessor.prompt)."""
-        self._check_length(value)
+        if isinstance(value, str):
+            self.check_length("prompt", len(value))
         read = self.engine.inputs.prompt
         if isinstance(value, str) and len(value) > LONG_TEXT:  # the short ones don't wait for it
             loop = asyncio.get_running_loop()
@@ -195,14 +197,12 @@ class Service:
             keep=keep,
         )
 
-    def _check_length(self, value: Any) -> None:
-        """Refuse at once what no tokenizer makes short enough."""
+    def check_length(self, field: str, characters: int) -> None:
+        """Refuse at once what no tokenizer makes short enough. Raises BadField."""
         longest = self.engine.core.max_model_len * MAX_TOKEN_CHARS
-        if isinstance(value, str) and len(value) > longest:
+        if characters > longest:
             raise BadField(
-                "prompt",
-                f"prompt has {len(value)} characters, too many for max_model_len="
-                f"{self.engine.core.max_model_len} tokens",
+                field, f"{field} has {characters} characters; at most {longest} are allowed"
             )
 
     # --- generation -----------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Service:
             self.reject(error)
             raise
         record = self.running[call.request_id] = Record(
-            call, time.monotonic(), len(call.prompt.token_ids)
+            call, call.arrival, len(call.prompt.token_ids)
         )
         try:
             async with aclosing(self._start(call)) as outputs:

@@ -14,8 +14,12 @@ def bind(host: str, option: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except BaseException:
+            found.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"host={host!r} {option}={port} cannot be listened on: {error.strerror or error}; choose "

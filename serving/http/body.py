@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,12 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from jaxinfer.errors import Overloaded
 from serving.config import Limits
 from serving.errors import BadField, TooLarge
 from serving.service import Service
 
+ARRIVAL = "jaxinfer.arrival"  # in the request's scope: when its handler began (time.monotonic)
 IN_THREAD = 1 << 20  # bytes past which parsing would delay other streams
 MAX_CONTAINERS = 1 << 18  # lists and objects in a body
 MAX_VALUES = 1 << 20  # of lists and objects together
@@ -42,14 +45,16 @@ async def read_body_json(request: Request) -> Any:
 async def _read[T](request: Request, take: Callable[[Any], T]) -> T:
     service: Service = request.app.state.service
     limits = service.config.limits
-    raw = await read_body(request, limits)
+    request.scope[ARRIVAL] = time.monotonic()
+    raw = await read_body(request, service)
     if len(raw) > IN_THREAD:
         return await service.in_thread(lambda: take(parse_json(raw, limits.json_depth)))
     return take(parse_json(raw, limits.json_depth))
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body, if it is JSON by its type, and as long as it stays below the limit."""
+async def read_body(request: Request, service: Service) -> bytes:
+    """The body, if it is JSON by its type, and as long as it stays below the limits."""
+    limits = service.config.limits
     # Browsers send a body of no or of a simple type to any server unasked; JSON they ask for first.
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -64,11 +69,16 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         async with asyncio.timeout(limits.idle_seconds):
             async for chunk in request.stream():
                 size += len(chunk)
+                service.arriving_bytes += len(chunk)
                 if size > limits.body_bytes:
                     raise _too_large(limits)
+                if service.arriving_bytes > max(limits.arriving_bytes, limits.body_bytes):
+                    raise Overloaded("too many bytes of requests are arriving; try again later")
                 chunks.append(chunk)
     except TimeoutError:
         raise BadField("body", f"body did not arrive within {limits.idle_seconds:g} s") from None
+    finally:
+        service.arriving_bytes -= size
     return b"".join(chunks)
 
 

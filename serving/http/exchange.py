@@ -7,6 +7,7 @@ call's index. Closing the iteration aborts all of them. Called by the generating
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from jaxinfer.types import CompletionOutput, Logprob, RequestOutput, SamplingPar
 from serving.calls import TRACE_HEADERS, Call
 from serving.coalesce import coalesce
 from serving.errors import BadField
+from serving.http.body import ARRIVAL
 from serving.service import Phase, Service
 
 
@@ -63,6 +65,7 @@ def make_calls(
     """
     trace = {name: value for name in TRACE_HEADERS if (value := request.headers.get(name))}
     several = len(prompts) > 1
+    arrival = request.scope.get(ARRIVAL) or time.monotonic()
     return [
         Call(
             f"{identity}-{i}" if several else identity,
@@ -71,6 +74,7 @@ def make_calls(
             face="http",
             endpoint=request.scope["path"],
             trace=trace,
+            arrival=arrival,
             **options,
         )
         for i, prompt in enumerate(prompts)

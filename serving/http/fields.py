@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -111,7 +112,7 @@ class SamplingFields(Fields):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
@@ -138,5 +139,11 @@ def warning_headers(names: Iterable[str]) -> dict[str, str]:
     if not safe:
         return {}
     shown = ", ".join(safe[:MAX_NAMES]) + (", ..." if len(safe) > MAX_NAMES else "")
-    log.warning("unknown fields in a request, ignored: %s", shown)
+    _warn_once(shown)
     return {"x-jaxinfer-warning": f"unknown fields ignored: {shown}"}
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(shown: str) -> None:
+    """Clients send the same fields with each request."""
+    log.warning("unknown fields in a request, ignored: %s", shown)

@@ -28,10 +28,11 @@ from serving.http.schemas import Name, Priority, Turns
 
 # Handed on to chat completions as they are, with those of SamplingFields.
 SHARED = ("model", "priority", "cache_salt", "chat_template_kwargs")
+KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # agents send it always
 # Fields of the API that cannot be honoured -> values that ask for nothing, besides null.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": ({},),
+    "context_management": ({}, KEEP_ALL),
     "inference_geo": (),
     "mcp_servers": ([],),
     "n": (1,),

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.inputs import Prompt
-from serving.errors import BadField
 from serving.http.schemas import ChatFields
-from serving.service import MAX_TOKEN_CHARS, Service
+from serving.service import Service
 
 
 async def text_prompt(
@@ -31,7 +30,7 @@ async def text_prompt(
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text that may be longer than the model's length, within bounds."""
-    _check_length(service, "prompt", len(text))
+    service.check_length("prompt", len(text))
     return await service.in_thread(service.tokenizer.encode, text, add_special_tokens)
 
 
@@ -48,7 +47,7 @@ async def chat_prompt(
     Args:
         template_kwargs: all of them. truncate: as text_prompt.
     """
-    _check_length(service, "messages", sum(_characters(m.get("content")) for m in body.messages))
+    service.check_length("messages", sum(_characters(m.get("content")) for m in body.messages))
     continues = bool(body.continue_final_message)
     opens = body.add_generation_prompt
     return await service.chat_prompt(
@@ -60,13 +59,6 @@ async def chat_prompt(
         template_kwargs=template_kwargs,
         keep=truncate,
     )
-
-
-def _check_length(service: Service, field: str, characters: int) -> None:
-    """Refuse at once what no tokenizer makes short enough."""
-    longest = service.engine.core.max_model_len * MAX_TOKEN_CHARS
-    if characters > longest:
-        raise BadField(field, f"{field} has {characters} characters; at most {longest} are allowed")
 
 
 def _characters(content: Any) -> int:
