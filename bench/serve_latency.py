@@ -4,7 +4,8 @@
 
 The server runs in a process of its own whose engine notes when it hands each token to the event loop.
 A token's latency is from there to its arrival: at a coroutine of that loop ("python", the in-process
-engine), or at this process over gRPC or HTTP. Contestants are interleaved. Both clocks are CLOCK_MONOTONIC.
+engine), or at a socket of this process (raw_streams.py). Contestants are interleaved. Both clocks are
+CLOCK_MONOTONIC.
 Nothing is written unless all contestants gave the same tokens.
 """
 
@@ -24,12 +25,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 FACES = ("python", "grpc", "http")
-Arrivals = dict[str, list[tuple[int, float]]]  # request -> (tokens so far, time.monotonic)
-Tokens = dict[str, list[int]]
+sys.path.insert(0, str(HERE))
+import raw_streams  # noqa: E402
+from raw_streams import Arrivals, Tokens  # noqa: E402
 
 
 def prompt_of(index: int) -> list[int]:
-    return [(index * 37 + j * 11) % 3000 + 5 for j in range(16)]
+    return [(index * 37 + j * 11) % 200 + 5 for j in range(16)]
 
 
 # --- the server's process ------------------------------------------------------------------------
@@ -51,7 +53,7 @@ async def serve(args: argparse.Namespace) -> None:
                     marks.setdefault(update.sequence.request.request_id, []).append(now)
             super()._deliver(updates)
 
-    options = {"max_num_seqs": args.streams, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    options = {"max_num_seqs": args.streams, "max_num_batched_tokens": 512, "max_model_len": 512}
     engine = Marking(args.model, progress=False, warmup="eager", **options)
     config = ServerConfig(
         model="m", served_model_name=("m",), port=0, grpc_port=0, stats_interval=0
@@ -79,7 +81,7 @@ async def local(engine: Any, args: argparse.Namespace, tag: str) -> tuple[Arriva
 
     async def one(i: int) -> None:
         name = f"{tag}-{i}"
-        got, seen = tokens.setdefault(str(i), []), arrivals.setdefault(name, [])
+        got, seen = tokens.setdefault(name, []), arrivals.setdefault(name, [])
         stream = engine.generate(prompt_of(i), params, name, use_prefix_cache=False, deltas=True)
         async for item in stream:
             for output in item.outputs:
@@ -97,59 +99,31 @@ def say(value: Any) -> None:
 # --- this process: the clients -------------------------------------------------------------------
 
 
-async def over_grpc(port: int, args: argparse.Namespace, tag: str) -> tuple[Arrivals, Tokens]:
-    import grpc
+def over_grpc(port: int, args: argparse.Namespace, tag: str) -> tuple[Arrivals, Tokens]:
     from smg_grpc_proto.generated import vllm_engine_pb2 as pb
-    from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
 
-    arrivals: Arrivals = {}
-    tokens: Tokens = {}
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = rpc.VllmEngineStub(channel)
-
-        async def one(i: int) -> None:
-            name = f"{tag}-{i}"
-            got, seen = tokens.setdefault(str(i), []), arrivals.setdefault(name, [])
-            params = pb.SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
-            ids = pb.TokenizedInput(input_ids=prompt_of(i))
-            request = pb.GenerateRequest(
-                request_id=name, tokenized=ids, sampling_params=params, stream=True
-            )
-            async for answer in stub.Generate(request):
-                now = time.monotonic()
-                if answer.HasField("chunk"):
-                    got.extend(answer.chunk.token_ids)
-                    seen.append((len(got), now))
-
-        await asyncio.gather(*(one(i) for i in range(args.streams)))
-    return arrivals, tokens
+    params = pb.SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    messages = {
+        f"{tag}-{i}": pb.GenerateRequest(
+            request_id=f"{tag}-{i}",
+            tokenized=pb.TokenizedInput(input_ids=prompt_of(i)),
+            sampling_params=params,
+            stream=True,
+        ).SerializeToString()
+        for i in range(args.streams)
+    }
+    path = "/vllm.grpc.engine.VllmEngine/Generate"
+    return raw_streams.over_grpc(port, path, messages, pb.GenerateResponse)
 
 
-async def over_http(port: int, args: argparse.Namespace, tag: str) -> tuple[Arrivals, Tokens]:
-    arrivals: Arrivals = {}
-    tokens: Tokens = {}
-
-    async def one(i: int) -> None:
-        name = f"{tag}-{i}"
-        got, seen = tokens.setdefault(str(i), []), arrivals.setdefault(name, [])
-        body = {"prompt": prompt_of(i), "max_tokens": args.tokens, "temperature": 0.0,
-                "ignore_eos": True, "stream": True, "return_token_ids": True, "request_id": name}  # fmt: skip
-        raw = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
-        writer.write(
-            head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + raw
-        )
-        while line := await reader.readline():
-            now = time.monotonic()
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    got += choice.get("token_ids") or []
-                    seen.append((len(got), now))
-        writer.close()
-
-    await asyncio.gather(*(one(i) for i in range(args.streams)))
-    return arrivals, tokens
+def over_http(port: int, args: argparse.Namespace, tag: str) -> tuple[Arrivals, Tokens]:
+    common = {"max_tokens": args.tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
+              "return_token_ids": True}  # fmt: skip
+    bodies = {
+        f"{tag}-{i}": {**common, "prompt": prompt_of(i), "request_id": f"{tag}-{i}"}
+        for i in range(args.streams)
+    }
+    return raw_streams.over_http(port, bodies)
 
 
 class ServerProcess:
@@ -192,7 +166,7 @@ def run(face: str, server: ServerProcess, args: argparse.Namespace, tag: str) ->
         arrivals, tokens = server.ask(f"python {tag}")
     else:
         over = over_grpc if face == "grpc" else over_http
-        arrivals, tokens = asyncio.run(over(server.ports[face], args, tag))
+        arrivals, tokens = over(server.ports[face], args, tag)
     seconds = time.monotonic() - start
     marks = server.ask("marks")
     delays = []
@@ -202,7 +176,7 @@ def run(face: str, server: ServerProcess, args: argparse.Namespace, tag: str) ->
             delays += [(when - marks[name][k]) * 1e3 for k in range(known, count)]
             known = max(known, count)
     return {
-        "tokens": tokens,
+        "tokens": {name.removeprefix(tag): ids for name, ids in tokens.items()},
         "delays": delays,
         "messages": sum(len(seen) for seen in arrivals.values()),
         "seconds": seconds,
@@ -269,7 +243,8 @@ def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> No
     base = results["python"]["p50_ms"]
     for row in results.values():
         row["added_p50_ms"] = round(row["p50_ms"] - base, 4)
-    settings = {k: getattr(args, k) for k in ("model", "streams", "tokens", "rounds")}
+    settings = {k: getattr(args, k) for k in ("streams", "tokens", "rounds")}
+    settings["model"] = Path(args.model).name
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "date": now.isoformat(timespec="seconds"),
@@ -284,7 +259,7 @@ def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> No
         print(json.dumps(document))
         return
     table = Table(
-        title=f"{args.model}, {args.streams} streams: latency of a token after the engine"
+        title=f"{Path(args.model).name}, {args.streams} streams: latency of a token after the engine"
     )
     for column in ("face", *next(iter(results.values()))):
         table.add_column(column, justify="right")

@@ -235,7 +235,7 @@ def test_the_models_own_tokenizer_may_be_named(
         (["m", "--port", "70000"], ["port=70000"]),
         (["m", "--port", "none", "--grpc-port", "none"], ["port", "grpc_port"]),
         (["m", "--page-size", "3"], ["page_size=3"]),
-        (["m", "--max-body-bytes", "0"], ["body_bytes=0"]),
+        (["m", "--max-body-bytes", "0"], ["--max-body-bytes=0"]),
         (["m", "--shutdown-timeout", "nan"], ["shutdown_timeout=nan"]),
         (["m", "--kv-events-config", "{"], ["--kv-events-config", "JSON"]),
         (["m", "--kv-events-config", "[]"], ["--kv-events-config", "object"]),

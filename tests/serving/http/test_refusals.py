@@ -23,7 +23,7 @@ WRONG: list[tuple[str, Any]] = [
     ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
     ("max_tokens", -1), ("max_tokens", HUGE), ("max_tokens", 257), ("max_tokens", 1.0),
     ("max_completion_tokens", -1),
-    ("min_tokens", -1), ("min_tokens", HUGE), ("seed", -1), ("seed", 2**63), ("seed", 0.5),
+    ("min_tokens", -1), ("min_tokens", HUGE), ("seed", -2), ("seed", 2**63), ("seed", 0.5),
     ("stop", ""), ("stop", ["x"] * 17), ("stop", ["x"] * 10_000), ("stop", "x" * 1_000_000),
     ("stop", [1]), ("stop", {"a": 1}), ("stop", ["x" * 1025]),
     ("stop_token_ids", [-1]), ("stop_token_ids", [288]), ("stop_token_ids", "a"),
