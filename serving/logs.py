@@ -75,6 +75,7 @@ def configure_logging(config: ServerConfig) -> None:
         foreign = logging.getLogger(name)
         foreign.handlers.clear()
         foreign.propagate = True
+        foreign.setLevel(logging.NOTSET)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
 

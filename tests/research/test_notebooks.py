@@ -36,8 +36,13 @@ async def run_cell(source: str, name: str, space: dict[str, Any]) -> None:
         await result
 
 
-def test_there_are_three() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["1_quickstart", "2_engine", "3_research"]
+def test_which_there_are() -> None:
+    assert [path.stem for path in NOTEBOOKS] == [
+        "1_quickstart",
+        "2_engine",
+        "3_research",
+        "4_serving",
+    ]
 
 
 @each_notebook

@@ -295,7 +295,7 @@ def test_chat_json_keeps_the_history(
     lines = ["a", "b", "/reset", "a", "x" * 600, "b", ""]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     arguments = ["chat", "-m", talker, "--temperature", "0", "--max-tokens", "9", "--json", *ENGINE]
-    assert main(arguments) == 0
+    assert main(arguments) == 1, "a question failed"
     first, second, again, too_long, after = [
         strict(x) for x in capsys.readouterr().out.splitlines()
     ]

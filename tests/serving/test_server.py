@@ -86,9 +86,9 @@ async def test_slow_readers_have_the_grace_time_too(tiny_engine: Engine):
 
 
 async def test_half_a_request_does_not_hold_up_the_stop(tiny_engine: Engine):
-    server = Server(ServerConfig(model="tiny", port=0, shutdown_timeout=20.0))
+    server = Server(ServerConfig(model="tiny", port=0, shutdown_timeout=20.0), tiny_engine)
     await server.listen()
-    server.service.attach(tiny_engine)
+    await server.load()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())

@@ -232,6 +232,7 @@ def test_a_model_that_is_not_there(tmp_path: Path):
 # --- kill -9 --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # compiles the whole ladder where there is no warm cache
 @pytest.mark.demo
 async def test_a_killed_server_comes_back(demo_model: Path, tmp_path: Path):
     """On the same ports, with warm caches: nothing that it left behind is in the way."""

@@ -29,7 +29,7 @@ BAD_BODIES: tuple[bytes | dict[str, Any], ...] = (
     {}, {"prompt": "a", "max_tokens": -1}, {"prompt": {"a": 1}}, {"prompt": "a", "temperature": "x"},
     {"prompt": "a", "n": 10**6}, {"prompt": "a", "stop": ["x"] * 500},
     {"prompt": "a", "model": "nobody"}, {"prompt": [10**9]}, {"prompt": [[1], "a"]},
-    {"prompt": "a", "guided_json": {}}, {"prompt": "long " * 100_000}, {"prompt": "a", "seed": -1},
+    {"prompt": "a", "guided_json": {}}, {"prompt": "long " * 100_000}, {"prompt": "a", "seed": -2},
 )  # fmt: skip
 BAD_PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": -1.0}, {"top_p": 7.0}, {"n": 100_000}, {"regex": "a*"}, {"min_tokens": 9},
@@ -121,7 +121,7 @@ async def misbehave(asker: Asker, over_http: bool, rng: random.Random) -> None:
 async def garbage(asker: Asker, rng: random.Random) -> None:
     """Bytes that are no HTTP, or the half of a request; then leave."""
     url = asker.http.base_url
-    half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{"
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
     _, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(rng.choice((rng.randbytes(300), half)))
     with suppress(ConnectionError):
