@@ -13,11 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import checkpoints
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# CI tries the same examples every time, so that a change is judged by what it changes; runs by hand explore.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 ROOT = Path(__file__).resolve().parent.parent
 
