@@ -64,7 +64,7 @@ def test_completions_are_the_engines(client: Client, server: LiveServer) -> None
     parts = list(client.stream_completions(PROMPT, **GREEDY, **USAGE))
     assert joined(parts) == (output.text, output.token_ids, output.finish_reason)
     assert parts[-1].usage is not None and parts[-1].usage.completion_tokens == 12
-    assert parts[0].usage is None and len(parts) > 3
+    assert parts[0].usage is None and len(parts) > 1
     ids = client.completions(truth.prompt_token_ids, **GREEDY)
     assert ids.text == output.text and ids.usage is not None and ids.usage.cached_tokens >= 0
 

@@ -45,7 +45,7 @@ def secured(tiny_engine: Engine, certificate: Path) -> Iterator[LiveServer]:
 def test_http(secured: LiveServer, certificate: Path) -> None:
     with Client(secured.url, ca_certs=str(certificate / "cert.pem")) as client:
         client.wait_ready(5.0)
-        assert len(list(client.stream_completions("a", max_tokens=4, ignore_eos=True))) > 1
+        assert len(list(client.stream_completions("a", max_tokens=4, ignore_eos=True))) >= 1
     with Client(secured.url) as stranger, pytest.raises(ApiError, match="certificate"):
         stranger.models()
 

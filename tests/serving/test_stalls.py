@@ -276,6 +276,6 @@ def test_huge_prompts_delay_nobody(server: LiveServer):
         assert not errors, errors
 
     assert not threads([poll, follow, send_all])
-    assert len(gaps["health"]) >= 1 and len(gaps["stream"]) > 100
+    assert len(gaps["health"]) >= 1 and len(gaps["stream"]) > 10
     assert max(gaps["health"]) < 1.0 and max(gaps["stream"]) < 1.0
     server.settle()
