@@ -117,7 +117,7 @@ class Engine:
         if self._draining or self._closed:
             raise Unavailable("the engine is draining and takes no new requests")
         name = self._name(request_id)
-        params = sampling_params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         options = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         state = self._state(name, prompt, params, use_prefix_cache=use_prefix_cache, **options)
         stream = _Stream(name, asyncio.get_running_loop())

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.model_config import ModelConfig
-from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.chat import RESERVED, ChatTemplate
 from jaxinfer.text.guard import SpecialGuard
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, SamplingParams
@@ -112,6 +112,9 @@ class InputProcessor:
         """
         if self._tokenizer is None:
             raise InvalidRequest(f"messages are text, but {self._no_tokenizer}")
+        more = dict(template_kwargs or {})
+        if bad := sorted({*RESERVED, "continue_final_message"}.intersection(more)):
+            raise InvalidRequest(f"chat_template_kwargs may not set {bad}; they are arguments")
         if self._guard is None:
             self._guard = SpecialGuard(self._tokenizer)
         shield = self._guard.shield()
@@ -121,7 +124,7 @@ class InputProcessor:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             _protect=shield.protect,
-            **dict(template_kwargs or {}),
+            **more,
         )
         if shield.mark is None:
             ids = self._tokenizer.encode(text, add_special_tokens)

@@ -23,7 +23,6 @@ from jaxinfer.loading import LoadedModel, load
 from jaxinfer.loading import chat_template as make_template
 from jaxinfer.outputs import RequestState
 from jaxinfer.progress import Progress, console_progress
-from jaxinfer.text.chat import RESERVED
 from jaxinfer.types import RequestOutput, SamplingParams
 
 Params = SamplingParams | Seq[SamplingParams] | None
@@ -157,9 +156,6 @@ class LLM:
         continue_final_message: bool = False,
     ) -> Prompt:
         """Render messages through the chat template and tokenize the result without adding specials."""
-        more = chat_template_kwargs or {}
-        if bad := sorted({*RESERVED, "continue_final_message"}.intersection(more)):
-            raise InvalidRequest(f"chat_template_kwargs may not set {bad}; they are arguments")
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template; send a raw prompt, or give a template with "
@@ -171,7 +167,7 @@ class LLM:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template_kwargs=more,
+            template_kwargs=chat_template_kwargs,
         )
 
     def score(self, prompts: Any, continuations: Any = None) -> list[ScoreOutput]:

@@ -19,7 +19,7 @@ from typing import Any
 from jaxinfer.engine import Engine
 from jaxinfer.errors import InvalidRequest, JaxinferError, Overloaded, Unavailable
 from jaxinfer.inputs import Prompt
-from jaxinfer.text.chat import RESERVED, ChatTemplate
+from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import RequestOutput, SamplingParams
 from serving.calls import Call, Record
@@ -180,11 +180,6 @@ class Service:
         keep: int | None = None,
     ) -> Prompt:
         """Messages through the chat template, tokenized (see InputProcessor.chat)."""
-        more = dict(template_kwargs or {})
-        if bad := sorted({*RESERVED, "continue_final_message"}.intersection(more)):
-            raise BadField(
-                "chat_template_kwargs", f"chat_template_kwargs may not set {bad}; they are fields"
-            )
         return await self.in_thread(
             self.engine.inputs.chat,
             self.template,
@@ -193,7 +188,7 @@ class Service:
             add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template_kwargs=more,
+            template_kwargs=template_kwargs,
             keep=keep,
         )
 

@@ -258,6 +258,11 @@ def test_drain(tiny_model):
         run(last(engine, PROMPT, SHORT))
 
 
+def test_empty_parameters_are_not_the_default(engine):
+    with pytest.raises(InvalidRequest, match="sampling_params"):
+        run(last(engine, PROMPT, {}))
+
+
 def test_drain_does_not_wait_for_a_reader_that_sleeps(tiny_model):
     engine = Engine(tiny_model, **SMALL)
 
