@@ -117,20 +117,15 @@ class InputProcessor:
             raise InvalidRequest(f"chat_template_kwargs may not set {bad}; they are arguments")
         if self._guard is None:
             self._guard = SpecialGuard(self._tokenizer)
-        shield = self._guard.shield()
-        text = template.render(
+        text, ids = self._guard.render(
+            template.render,
             messages,
+            add_special_tokens=add_special_tokens,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            _protect=shield.protect,
             **more,
         )
-        if shield.mark is None:
-            ids = self._tokenizer.encode(text, add_special_tokens)
-        else:
-            ids = self._guard.encode(text, shield.mark, add_special_tokens)
-            text = text.replace(shield.mark, "")
         if keep is not None:
             ids = ids[-(self._max_model_len if keep == -1 else keep) :]
         return Prompt(text, self._checked_ids(ids))

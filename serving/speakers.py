@@ -184,12 +184,7 @@ def _prompt_ids(tokenizer: Tokenizer, template: ChatTemplate, messages: Messages
     """The prompt of a conversation, as InputProcessor.chat makes it."""
     from jaxinfer.text.guard import SpecialGuard
 
-    guard = SpecialGuard(tokenizer)
-    shield = guard.shield()
-    text = template.render(messages, add_generation_prompt=True, _protect=shield.protect)
-    if shield.mark is None:
-        return tokenizer.encode(text, add_special_tokens=False)
-    return guard.encode(text, shield.mark)
+    return SpecialGuard(tokenizer).render(template.render, messages, add_generation_prompt=True)[1]
 
 
 def unpack(archive: bytes, source: str | None) -> tuple[Tokenizer, ChatTemplate]:

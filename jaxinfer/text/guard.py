@@ -58,6 +58,21 @@ class SpecialGuard:
             return False
         return self._folded.search(self._normalizer.normalize_str(text)) is not None
 
+    def render(
+        self,
+        render: Callable[..., str],
+        *args: Any,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> tuple[str, list[int]]:
+        """(text, ids) of a conversation. `render`: ChatTemplate.render, called with the rest."""
+        shield = self.shield()
+        text = render(*args, _protect=shield.protect, **options)
+        if shield.mark is None:
+            return text, self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = self.encode(text, shield.mark, add_special_tokens)
+        return text.replace(shield.mark, ""), ids
+
     def encode(self, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a rendered `text`; what `mark` breaks is text, other special tokens are themselves."""
         if self._plain is None:

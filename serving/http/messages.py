@@ -14,19 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxinfer.errors import JaxinferError
 from serving.http.answer import Answer
 from serving.http.body import read_model, validate
 from serving.http.chat import ChatJob, prepare, template_kwargs
 from serving.http.dialects import Event
-from serving.http.errors import JsonResponse, anthropic_error_body, counted, log
+from serving.http.errors import JsonResponse, anthropic_error_body, counted
 from serving.http.exchange import Failed
 from serving.http.fields import warning_headers
 from serving.http.messages_events import MessageWriter, usage
 from serving.http.messages_request import CountTokensRequest, MessagesRequest, to_chat
 from serving.http.prompts import chat_prompt
 from serving.http.schemas import ChatRequest
-from serving.http.sse import EventStream, event, while_connected
+from serving.http.sse import EventStream, event, while_connected, with_errors
 from serving.service import Service
 
 
@@ -40,7 +39,8 @@ async def create(request: Request) -> Response:
         job = await prepare(request, service, chat_body, "msg")
     headers = {"request-id": job.id, **warning_headers(unknown + job.unknown)}
     if body.stream:
-        return EventStream(_stream(job), service.config.limits.idle_seconds, headers)
+        events = with_errors(_stream(job), lambda e: _encoded([anthropic_error_body(e)]), end=b"")
+        return EventStream(events, service.config.limits.idle_seconds, headers)
     return JsonResponse(await while_connected(request.receive, _whole(job)), headers=headers)
 
 
@@ -80,20 +80,11 @@ async def _whole(job: ChatJob) -> dict[str, Any]:
 
 
 async def _stream(job: ChatJob) -> AsyncGenerator[bytes]:
-    """Events as bytes. What fails after the first one ends the stream with an error event."""
-    begun = False
+    """Events as bytes."""
     writer = MessageWriter(job.model)
-    try:
-        async with aclosing(_events(job, writer, job.service.config.stream_interval)) as steps:
-            async for events in steps:
-                yield _encoded(events)
-                begun = True
-    except Exception as error:
-        if not begun:
-            raise
-        if not isinstance(error, JaxinferError):
-            log.exception("a stream failed")
-        yield _encoded([anthropic_error_body(error)])
+    async with aclosing(_events(job, writer, job.service.config.stream_interval)) as steps:
+        async for events in steps:
+            yield _encoded(events)
 
 
 async def _events(

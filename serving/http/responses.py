@@ -16,19 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxinfer.errors import JaxinferError
 from serving.errors import BadField, message
 from serving.http.answer import Answer
 from serving.http.body import read_model, validate
 from serving.http.chat import ChatJob, prepare
 from serving.http.dialects import Event
-from serving.http.errors import JsonResponse, UnsupportedField, counted, log
+from serving.http.errors import JsonResponse, UnsupportedField, counted
 from serving.http.fields import warning_headers
 from serving.http.responses_events import ResponseWriter, new_response, usage
 from serving.http.responses_request import ResponsesRequest, input_items, to_chat
 from serving.http.responses_store import ResponseStore, owner_of
 from serving.http.schemas import ChatRequest
-from serving.http.sse import EventStream, event, while_connected
+from serving.http.sse import EventStream, event, while_connected, with_errors
 from serving.service import Service
 
 
@@ -51,6 +50,10 @@ class ResponseJob:
     @property
     def key(self) -> tuple[str, str]:
         return self.owner, self.writer.response["id"]
+
+    def failed(self, error: Exception) -> bytes:
+        """The events that end a stream that `error` has broken."""
+        return _encoded(self.writer.close("error", self.usage(), message(error)))
 
     def usage(self) -> dict[str, Any]:
         counts = self.answer.usage
@@ -75,7 +78,7 @@ async def create(request: Request) -> Response:
     headers = {"x-request-id": job.chat.id, **warning_headers(unknown + job.chat.unknown)}
     if body.stream:
         idle = service.config.limits.idle_seconds
-        return EventStream(_stream(job), idle, headers)
+        return EventStream(with_errors(_stream(job), job.failed, end=b""), idle, headers)
     return JsonResponse(await while_connected(request.receive, _whole(job)), headers=headers)
 
 
@@ -106,19 +109,10 @@ async def _whole(job: ResponseJob) -> dict[str, Any]:
 
 
 async def _stream(job: ResponseJob) -> AsyncGenerator[bytes]:
-    """Events as bytes. What fails after the first one ends the stream with response.failed."""
-    begun = False
-    try:
-        async with aclosing(_events(job, job.chat.service.config.stream_interval)) as steps:
-            async for events in steps:
-                yield _encoded(events)
-                begun = True
-    except Exception as error:
-        if not begun:
-            raise
-        if not isinstance(error, JaxinferError):
-            log.exception("a stream failed")
-        yield _encoded(job.writer.close("error", job.usage(), message(error)))
+    """Events as bytes."""
+    async with aclosing(_events(job, job.chat.service.config.stream_interval)) as steps:
+        async for events in steps:
+            yield _encoded(events)
 
 
 async def _events(job: ResponseJob, interval: int) -> AsyncGenerator[list[Event]]:

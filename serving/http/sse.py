@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -30,8 +30,16 @@ def event(payload: Any, name: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
-async def with_errors(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The events, then [DONE]; an error after the first one becomes an event of its own."""
+def _openai_error(error: BaseException) -> bytes:
+    return event(error_body(error))
+
+
+async def with_errors(
+    events: AsyncGenerator[bytes],
+    told: Callable[[Exception], bytes] = _openai_error,
+    end: bytes = DONE,
+) -> AsyncGenerator[bytes]:
+    """The events, then `end`; an error after the first one becomes what `told` makes of it."""
     begun = False
     async with aclosing(events):
         try:
@@ -43,8 +51,9 @@ async def with_errors(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
                 raise
             if not isinstance(error, JaxinferError):
                 log.exception("a stream failed")
-            yield event(error_body(error))
-    yield DONE
+            yield told(error)
+    if end:
+        yield end
 
 
 class EventStream(Response):
