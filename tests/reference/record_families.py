@@ -21,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
@@ -32,7 +33,11 @@ HERE = Path(__file__).parent
 PUBLISHED = {
     "kimi_linear": [(r"\.block_sparse_moe\.(gate_proj|up_proj|down_proj)\.", r".mlp.\1.")]
 }
+# Buffers in the file that follow from the config: no implementation need read them.
+DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 JUMP = 2e-3
+# Checkpoints that are published with a multi-token-prediction layer.
+DRAFTED = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def published(case: str, folder: Path) -> dict[str, list[int]]:
@@ -41,18 +46,21 @@ def published(case: str, folder: Path) -> dict[str, list[int]]:
     config = transformers.AutoConfig.for_model(kind, **fields)
     getattr(transformers, architecture)(config).save_pretrained(folder)
     path = folder / "model.safetensors"
-    shapes = {}
+    shapes, drawn = {}, {}
     for name, value in load_file(path).items():
         for pattern, replacement in PUBLISHED.get(case, []):
             name = re.sub(pattern, replacement, name)
         shapes[name] = list(value.shape)
-    drawn = {name: tensor(case, name, tuple(shape)) for name, shape in shapes.items()}
+        derived = name.rsplit(".", 1)[-1] in DERIVED
+        drawn[name] = value if derived else tensor(case, name, value.shape)
     save_file(drawn, path, metadata={"format": "pt"})
     return shapes
 
 
 def draft_tensors(case: str, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """Names and shapes of the published multi-token-prediction layer, which the model ignores."""
+    if case not in DRAFTED:
+        return {}
     layers = CASES[case][2]["num_hidden_layers"]
     last, vocab, out = f"model.layers.{layers - 1}.", shapes["lm_head.weight"], {}
     hidden = vocab[1]
@@ -61,12 +69,10 @@ def draft_tensors(case: str, shapes: dict[str, list[int]]) -> dict[str, list[int
         names = ("enorm", "hnorm", "shared_head.norm")
         out |= {prefix + "embed_tokens.weight": vocab, prefix + "shared_head.head.weight": vocab}
         out[prefix + "eh_proj.weight"] = [hidden, 2 * hidden]
-    elif case in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+    else:
         block, prefix = "mtp.layers.0.", "mtp."
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         out["mtp.fc.weight"] = [hidden, 2 * hidden]
-    else:
-        return {}
     out |= {f"{prefix}{name}.weight": [hidden] for name in names}
     return out | {block + n[len(last) :]: s for n, s in shapes.items() if n.startswith(last)}
 
