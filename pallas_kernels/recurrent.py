@@ -1,0 +1,153 @@
+"""The public recurrent ops: delta rule, linear attention and short convolutions over pools of states.
+
+Each checks its shapes, asks dispatch for a form, and calls it. Pools are updated in place when the
+caller donates them. Slot 0 is never read and holds nothing of value. Layers call these inside jit.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import recurrent_reference as reference
+from pallas_kernels.dispatch import Impl
+
+
+def delta_chunk(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array | None,
+    pool: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+    length: jax.Array,
+    *,
+    impl: Impl = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """The recurrence S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q over blocks of tokens.
+
+    Everything is computed in float32. Tokens from length[n] on are padding: they leave the state as it
+    is and yield zeros, whatever they hold. All reads see the pool before the call.
+
+    Args:
+        q, k: [N, C, Hk, dk], q scaled already. v: [N, C, Hv, dv]; value head h uses key head
+            h // (Hv // Hk).
+        g: logarithm of the decay, <= 0: [N, C, Hv], or [N, C, Hv, dk] for one of each key channel.
+        beta: [N, C, Hv], or None: plain linear attention, S <- e^g S + k v^T.
+        pool: [slots, Hv, dk, dv].
+        read: i32[N]; 0: start from zeros, -1: go on from the end of block n - 1, else a slot.
+        write: i32[N]; the slot that keeps the state after the block, 0: none. No slot twice.
+        length: i32[N], 0 to C real tokens.
+    Returns:
+        The pool, and o [N, C, Hv, dv] in q's dtype.
+    Raises:
+        ValueError: shapes that do not fit, or an unknown impl.
+    """
+    _check_delta(q, k, v, g, beta, pool)
+    _check_places(q.shape[0], read=read, write=write, length=length)
+    return reference.delta_chunk(q, k, v, g, beta, pool, read, write, length)
+
+
+def delta_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array | None,
+    pool: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+    *,
+    impl: Impl = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """delta_chunk for one token of each row: q, k [R, Hk, dk], v [R, Hv, dv], g [R, Hv] or [R, Hv, dk],
+    beta [R, Hv] or None, read and write i32[R] without -1. Returns the pool and o [R, Hv, dv].
+    """
+    _check_delta(q, k, v, g, beta, pool)
+    _check_places(q.shape[0], read=read, write=write)
+    return reference.delta_step(q, k, v, g, beta, pool, read, write)
+
+
+def conv_chunk(
+    x: jax.Array,
+    w: jax.Array,
+    pool: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+    length: jax.Array,
+    *,
+    impl: Impl = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Causal convolution of each channel: y_t = sum_j w[:, j] x_{t - K + 1 + j}, oldest input first.
+
+    No bias, no activation, sums in float32. Padding and slots as in delta_chunk; the state is the last
+    K - 1 inputs, oldest first.
+
+    Args:
+        x: [N, C, channels]. w: [channels, K]. pool: [slots, K - 1, channels].
+        read, write, length: i32[N], see delta_chunk.
+    Returns:
+        The pool, and y [N, C, channels] in x's dtype.
+    Raises:
+        ValueError: shapes that do not fit, or an unknown impl.
+    """
+    _check_conv(x, w, pool)
+    _check_places(x.shape[0], read=read, write=write, length=length)
+    return reference.conv_chunk(x, w, pool, read, write, length)
+
+
+def conv_step(
+    x: jax.Array,
+    w: jax.Array,
+    pool: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+    *,
+    impl: Impl = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """conv_chunk for one token of each row: x [R, channels]; returns the pool and y [R, channels]."""
+    _check_conv(x, w, pool)
+    _check_places(x.shape[0], read=read, write=write)
+    return reference.conv_step(x, w, pool, read, write)
+
+
+def _check_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array | None,
+    pool: jax.Array,
+) -> None:
+    *lead, key_heads, dk = k.shape
+    heads, dv = v.shape[-2:]
+    fits = q.shape == k.shape and list(v.shape[:-2]) == lead and heads % key_heads == 0
+    if not fits or pool.ndim != 4 or pool.shape[1:] != (heads, dk, dv):
+        raise ValueError(
+            f"q{q.shape}, k{k.shape}, v{v.shape} and pool{pool.shape} do not fit: q and k are "
+            "[..., key_heads, dk], v is [..., heads, dv], heads a multiple of key_heads, and the pool "
+            "is [slots, heads, dk, dv]"
+        )
+    if list(g.shape) not in ([*lead, heads], [*lead, heads, dk]):
+        raise ValueError(
+            f"g{g.shape} does not fit v{v.shape}: give [..., {heads}], or [..., {heads}, {dk}]"
+        )
+    if beta is not None and list(beta.shape) != [*lead, heads]:
+        raise ValueError(f"beta{beta.shape} does not fit v{v.shape}: give [..., {heads}], or None")
+
+
+def _check_conv(x: jax.Array, w: jax.Array, pool: jax.Array) -> None:
+    channels = x.shape[-1]
+    fits = w.ndim == 2 and w.shape[0] == channels and w.shape[1] >= 2
+    if not fits or pool.ndim != 3 or pool.shape[1:] != (w.shape[1] - 1, channels):
+        raise ValueError(
+            f"x{x.shape}, w{w.shape} and pool{pool.shape} do not fit: x is [..., channels], w is "
+            "[channels, K] with K >= 2, and the pool is [slots, K - 1, channels]"
+        )
+
+
+def _check_places(count: int, **places: jax.Array) -> None:
+    for name, place in places.items():
+        if place.shape != (count,):
+            raise ValueError(f"{name}{place.shape} does not fit: it needs one entry of {count}")
