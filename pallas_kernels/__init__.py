@@ -5,21 +5,48 @@ prints `describe()`. Every op takes impl="auto" | "reference" | "native" (a stat
 """
 
 from pallas_kernels.dispatch import describe, fallbacks, get_impl, set_impl
-from pallas_kernels.ops import kv_write, matmul, matmul_t, paged_attention, rms_norm
-from pallas_kernels.recurrent import conv_chunk, conv_step, delta_chunk, delta_step
+from pallas_kernels.ops import (
+    grouped_matmul,
+    index_select,
+    kv_write,
+    latent_attention,
+    matmul,
+    matmul_t,
+    page_write,
+    paged_attention,
+    rms_norm,
+    selected_attention,
+)
+from pallas_kernels.recurrent import (
+    EXACT,
+    conv_chunk,
+    conv_step,
+    delta_chunk,
+    delta_exact,
+    delta_step,
+    pending_width,
+)
 
 __all__ = [
+    "EXACT",
     "conv_chunk",
     "conv_step",
     "delta_chunk",
+    "delta_exact",
     "delta_step",
     "describe",
     "fallbacks",
     "get_impl",
+    "grouped_matmul",
+    "index_select",
     "kv_write",
+    "latent_attention",
     "matmul",
     "matmul_t",
+    "page_write",
     "paged_attention",
+    "pending_width",
     "rms_norm",
+    "selected_attention",
     "set_impl",
 ]

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels import reference, sparse
 
 _SOURCES = Path(__file__).parent / "cpu"
 _TARGETS = (
@@ -182,12 +182,16 @@ def paged_attention(
     tables: jax.Array,
     base: jax.Array,
     start: jax.Array,
+    sinks: jax.Array | None,
     *,
     scale: float,
     window: int,
     softcap: float,
 ) -> jax.Array:
     """See ops.paged_attention; all float arrays are float32."""
+    if sinks is not None:
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        return reference.paged_attention(q, k_pool, v_pool, tables, base, start, sinks, **options)
     return _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap)
 
 
@@ -218,6 +222,17 @@ def kv_write(
     return k_pool, v_pool
 
 
+# No faster forms yet.
+latent_attention = reference.latent_attention
+page_write = reference.page_write
+index_select = sparse.index_select
+selected_attention = sparse.selected_attention
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return reference.grouped_matmul(x, w, sizes, jnp.dtype(jnp.float32))
+
+
 def _call(target: str, result: Any, **options: Any) -> Callable[..., Any]:
     return jax.ffi.ffi_call(target, result, vmap_method="sequential", **options)
 
@@ -225,7 +240,7 @@ def _call(target: str, result: Any, **options: Any) -> Callable[..., Any]:
 @_attention.defjvp
 def _attention_jvp(scale, window, softcap, primals, tangents):
     options = {"scale": scale, "window": window, "softcap": softcap}
-    return jax.jvp(partial(reference.paged_attention, **options), primals, tangents)
+    return jax.jvp(partial(reference.paged_attention, sinks=None, **options), primals, tangents)
 
 
 @_rms_norm.defjvp

@@ -2,7 +2,7 @@
 
 Attention loops over fixed chunks of keys, so its cost follows the real lengths and a row's result
 does not depend on the other rows. Every op can be differentiated, forwards and backwards.
-Never reads a table entry outside the table. Called by ops.py.
+Never reads a table entry outside the table. Called by ops.py; sparse.py shares the softmax.
 """
 
 from __future__ import annotations
@@ -26,30 +26,52 @@ def paged_attention(
     tables: jax.Array,
     base: jax.Array,
     start: jax.Array,
+    sinks: jax.Array | None,
     *,
     scale: float,
     window: int,
     softcap: float,
 ) -> jax.Array:
     """See ops.paged_attention."""
-    return _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap)
+    options = (scale, window, softcap, q.shape[3])
+    return _attention(q, k_pool, v_pool, tables, base, start, sinks, *options)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
-def _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap) -> jax.Array:
-    options = {"scale": scale, "window": window, "softcap": softcap}
-    return _attend(q, k_pool, v_pool, tables, base, start, **options, whole=False)
+def latent_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    *,
+    value_dim: int,
+    scale: float,
+) -> jax.Array:
+    """See ops.latent_attention."""
+    options = (scale, 0, 0.0, value_dim)
+    return _attention(q, pool, pool, tables, base, start, None, *options)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(7, 8, 9, 10))
+def _attention(
+    q, k_pool, v_pool, tables, base, start, sinks, scale, window, softcap, value_dim
+) -> jax.Array:
+    options = {"scale": scale, "window": window, "softcap": softcap, "value_dim": value_dim}
+    return _attend(q, k_pool, v_pool, tables, base, start, sinks, **options, whole=False)
 
 
 @_attention.defjvp
-def _attention_jvp(scale, window, softcap, primals, tangents):
+def _attention_jvp(scale, window, softcap, value_dim, primals, tangents):
     # A loop whose length is data cannot be run backwards, so the derivative walks the whole table.
-    places, options = primals[3:], {"scale": scale, "window": window, "softcap": softcap}
+    places = primals[3:6]
+    options = {"scale": scale, "window": window, "softcap": softcap, "value_dim": value_dim}
 
-    def attend(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array) -> jax.Array:
-        return _attend(q, k_pool, v_pool, *places, **options, whole=True)
+    def attend(
+        q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, sinks: jax.Array | None
+    ) -> jax.Array:
+        return _attend(q, k_pool, v_pool, *places, sinks, **options, whole=True)
 
-    return jax.jvp(attend, primals[:3], tangents[:3])
+    return jax.jvp(attend, (*primals[:3], primals[6]), (*tangents[:3], tangents[6]))
 
 
 def _attend(
@@ -59,10 +81,12 @@ def _attend(
     tables: jax.Array,
     base: jax.Array,
     start: jax.Array,
+    sinks: jax.Array | None,
     *,
     scale: float,
     window: int,
     softcap: float,
+    value_dim: int,
     whole: bool,
 ) -> jax.Array:
     """Attention over the chunks that some query sees or, if `whole`, over all of the table."""
@@ -77,16 +101,16 @@ def _attend(
 
     def body(chunk: jax.Array, carry: Sums) -> Sums:
         place = (origin + chunk)[:, None] * step + jnp.arange(step, dtype=jnp.int32)
-        ids = _listed(tables, place - base[:, None])
+        ids = listed(tables, place - base[:, None])
         key = (place[..., None] * page + jnp.arange(page, dtype=jnp.int32)).reshape(rows, 1, -1)
         held = jnp.repeat(ids > 0, page, axis=1)  # page 0 stands for "no page"
         # seen[n, i, j]: query i of row n sees key j of this chunk
         seen = (key <= pos[..., None]) & (key >= oldest[..., None]) & held[:, None, :]
-        k = _pages(k_pool, ids)
+        k = entries(k_pool, ids)
         s = jnp.einsum("nckgd,nkjd->nkgcj", query, k, preferred_element_type=jnp.float32)
         if softcap:
             s = softcap * jnp.tanh(s / softcap)
-        return _add_chunk(carry, s, seen, _pages(v_pool, ids))
+        return add_chunk(carry, s, seen, entries(v_pool, ids)[..., :value_dim])
 
     if whole:
         origin, first_chunk, end_chunk = base // step, 0, -(-pages // step) + 1
@@ -96,31 +120,35 @@ def _attend(
         last = jnp.minimum(pos[:, -1] // page, base + pages - 1)
         first_chunk = jnp.min(oldest[:, 0]) // (step * page)
         end_chunk = jnp.max(last) // step + 1
-    sums = _no_sums((rows, kv_heads, group, queries), dim)
-    _, total, acc, poisoned = jax.lax.fori_loop(first_chunk, end_chunk, body, sums)
-    out = acc / jnp.where(total == 0, 1.0, total)[..., None]  # a query without keys yields zeros
-    out = jnp.where(poisoned[:, None, None, :, None], jnp.nan, out)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+    sums = first_sums((rows, kv_heads, group, queries), value_dim, sinks)
+    out = finish(jax.lax.fori_loop(first_chunk, end_chunk, body, sums))
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, queries, heads, value_dim).astype(q.dtype)
 
 
-def _no_sums(shape: tuple[int, int, int, int], dim: int) -> Sums:
-    """The sums of no keys for [rows, kv_heads, group, queries]."""
-    return (
-        jnp.full(shape, _LOWEST, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, dim), jnp.float32),
-        jnp.zeros((shape[0], shape[3]), bool),
-    )
+def first_sums(shape: tuple[int, int, int, int], dim: int, sinks: jax.Array | None = None) -> Sums:
+    """The sums before any key for [rows, kv_heads, group, queries]; a sink counts as a weight."""
+    top, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
+    if sinks is not None:
+        top, total = jnp.maximum(top, sinks.reshape(1, *shape[1:3], 1)), jnp.ones_like(total)
+    zeros = jnp.zeros((*shape, dim), jnp.float32)
+    return top, total, zeros, jnp.zeros((shape[0], shape[3]), bool)
 
 
-def _listed(tables: jax.Array, index: jax.Array) -> jax.Array:
+def finish(sums: Sums) -> jax.Array:
+    """float32 [rows, kv_heads, group, queries, dim]; a query without keys yields zeros."""
+    _, total, acc, poisoned = sums
+    out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.where(poisoned[:, None, None, :, None], jnp.nan, out)
+
+
+def listed(tables: jax.Array, index: jax.Array) -> jax.Array:
     """i32[rows, step]: tables[n, index[n]], and 0 where the index lies outside the table."""
     inside = (index >= 0) & (index < tables.shape[1])
     ids = jnp.take_along_axis(tables, jnp.clip(index, 0, tables.shape[1] - 1), axis=1)
     return jnp.where(inside, ids, 0)
 
 
-def _add_chunk(carry: Sums, s: jax.Array, seen: jax.Array, v: jax.Array) -> Sums:
+def add_chunk(carry: Sums, s: jax.Array, seen: jax.Array, v: jax.Array) -> Sums:
     """One step of the online softmax: scores s[n,k,g,c,j], seen[n,c,j], values v[n,k,j,d]."""
     m, total, acc, poisoned = carry
     # Stale entries may hold NaN, and 0 * NaN is NaN: take such values out, remember who saw one.
@@ -136,7 +164,7 @@ def _add_chunk(carry: Sums, s: jax.Array, seen: jax.Array, v: jax.Array) -> Sums
     return m_new, total * fade + p.sum(axis=-1), acc * fade[..., None] + new, poisoned
 
 
-def _pages(pool: jax.Array, ids: jax.Array) -> jax.Array:
+def entries(pool: jax.Array, ids: jax.Array) -> jax.Array:
     """The pages `ids` [rows, step] as float32 [rows, kv_heads, step * page, dim]."""
     rows, step = ids.shape
     _, kv_heads, page, dim = pool.shape
@@ -153,9 +181,12 @@ def kv_write(
     offset: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.kv_write."""
-    k_pool = k_pool.at[page, :, offset].set(k.astype(k_pool.dtype), mode="drop")
-    v_pool = v_pool.at[page, :, offset].set(v.astype(v_pool.dtype), mode="drop")
-    return k_pool, v_pool
+    return page_write(k_pool, k, page, offset), page_write(v_pool, v, page, offset)
+
+
+def page_write(pool: jax.Array, x: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """See ops.page_write."""
+    return pool.at[page, :, offset].set(x.astype(pool.dtype), mode="drop")
 
 
 def matmul(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
@@ -167,6 +198,12 @@ def matmul_t(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """See ops.matmul_t."""
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """See ops.grouped_matmul."""
+    out = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+    return out.astype(out_dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
