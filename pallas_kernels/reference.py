@@ -48,8 +48,7 @@ def latent_attention(
     scale: float,
 ) -> jax.Array:
     """See ops.latent_attention."""
-    options = (scale, 0, 0.0, value_dim)
-    return _attention(q, pool, pool, tables, base, start, None, *options)
+    return _attention(q, pool, pool, tables, base, start, None, scale, 0, 0.0, value_dim)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(7, 8, 9, 10))
@@ -63,13 +62,13 @@ def _attention(
 @_attention.defjvp
 def _attention_jvp(scale, window, softcap, value_dim, primals, tangents):
     # A loop whose length is data cannot be run backwards, so the derivative walks the whole table.
-    places = primals[3:6]
+    tables, base, start = primals[3:6]
     options = {"scale": scale, "window": window, "softcap": softcap, "value_dim": value_dim}
 
     def attend(
         q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, sinks: jax.Array | None
     ) -> jax.Array:
-        return _attend(q, k_pool, v_pool, *places, sinks, **options, whole=True)
+        return _attend(q, k_pool, v_pool, tables, base, start, sinks, **options, whole=True)
 
     return jax.jvp(attend, (*primals[:3], primals[6]), (*tangents[:3], tangents[6]))
 
