@@ -283,7 +283,12 @@ class EngineCore:
     def _new_state(self) -> DeviceState:
         model = self.step_model
         state = create_state(
-            model.specs, self.sizes.pages, model.page_size, self.config.rows, self.model.vocab_size
+            model.specs,
+            self.sizes.pages,
+            model.page_size,
+            self.config.rows,
+            self.model.vocab_size,
+            self.model.num_layers,
         )
         return jax.block_until_ready(state)
 

@@ -1,9 +1,9 @@
 """The int32 record that describes one row of a step, shared by the scheduler and the device.
 
 A row is one sequence's part of a step. Its record is RowField columns (floats and the two halves
-of the seed are bit-cast to int32), then for each paged cache kind one `base` column followed by
-`pages` columns of page ids. The scheduler keeps one record a slot and copies them into a
-plan; the jitted step slices the same columns. Imports no JAX.
+of the seed are bit-cast to int32), then for each cache kind one `base` column followed by `pages`
+columns of page ids (STATE kinds: the slot to read, then the slot to write). The scheduler keeps one
+record a slot and copies them into a plan; the jitted step slices the same columns. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ class RowFlag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Where everything stands in a record: `tables[i]` pages for the i-th paged cache kind.
+    """Where everything stands in a record: `tables[i]` ids for the i-th cache kind.
 
-    For kind i the columns are [base_column(i)] = index of the first page in the table (always 0 for
-    TOKEN kinds; grows for WINDOW kinds), then `tables[i]` page ids; 0 stands for "no page".
+    For paged kind i the columns are [base_column(i)] = index of the first page in the table (always 0 for
+    TOKEN kinds; grows for WINDOW kinds), then `tables[i]` page ids; 0 stands for "no page". For a STATE
+    kind (its number stands in `states`) they are the slot that the row reads, and one slot that it writes.
     """
 
     tables: tuple[int, ...]
+    states: tuple[int, ...] = ()
 
     def base_column(self, kind: int) -> int:
         return len(RowField) + sum(n + 1 for n in self.tables[:kind])

@@ -29,9 +29,18 @@ class WeightRule:
         concat: axis of the concatenation, in the checkpoint's orientation.
         transpose: swap the last two axes after the concatenation.
         rows: (start, stop) on axis 0 of a single source, for fused checkpoints that must be split.
+        stack: sources form so many groups of equal size, in order; each group is one entry of a new leading
+            axis (one expert of many), to which the other fields apply. 0: no such axis.
     """
 
     sources: tuple[str, ...]
     concat: int = 0
     transpose: bool = False
     rows: tuple[int, int] | None = None
+    stack: int = 0
+
+    def entry(self, index: int) -> WeightRule:
+        """The rule of one entry of a stacked leaf."""
+        size = len(self.sources) // self.stack
+        part = self.sources[index * size : (index + 1) * size]
+        return WeightRule(part, self.concat, self.transpose, self.rows)

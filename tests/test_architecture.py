@@ -32,7 +32,7 @@ MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 400, 500, 50
 # themselves. A part that is not named here is a front: it may import everything inside jaxinfer.
 CONTRACTS = {
     "jaxinfer.architectures", "jaxinfer.cache.spec", "jaxinfer.config", "jaxinfer.config_reader",
-    "jaxinfer.errors",
+    "jaxinfer.configs",     "jaxinfer.errors",
     "jaxinfer.layout", "jaxinfer.model_config", "jaxinfer.params", "jaxinfer.rope_config",
     "jaxinfer.scheduler.plan", "jaxinfer.types",
 }  # fmt: skip

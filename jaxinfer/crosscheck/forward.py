@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.cache.spec import Scope
 from jaxinfer.layout import RecordLayout, RowField, StepShape
 from jaxinfer.llm import LLM
 from jaxinfer.scheduler.plan import StepPlan
@@ -45,9 +46,11 @@ def run_forward(llm: LLM, ids: list[int], wanted: np.ndarray) -> Ours:
     shape = StepShape(0, blocks, BLOCK)
     specs, page_size = core.step_model.specs, core.config.page_size
     pages = -(-shape.tokens // page_size)
-    layout = RecordLayout((pages,) * len(specs))
+    states = tuple(i for i, spec in enumerate(specs) if spec.scope is Scope.STATE)
+    tables = tuple(1 if spec.scope is Scope.STATE else pages for spec in specs)
+    layout = RecordLayout(tables, states)
     model = StepModel(llm.model.config, core.step_model.family, specs, layout, page_size)
-    buffer = pack_step(_plan(ids, shape, layout, pages), layout)
+    buffer = pack_step(_plan(ids, shape, layout), layout)
     padded = np.zeros((shape.tokens, wanted.shape[1]), np.int32)
     padded[:count] = wanted
     taps, logprobs, best = _run(model, shape, llm.model.params, buffer, padded)
@@ -55,17 +58,20 @@ def run_forward(llm: LLM, ids: list[int], wanted: np.ndarray) -> Ours:
     return Ours(hidden, np.asarray(logprobs)[:count], np.asarray(best)[:count])
 
 
-def _plan(ids: list[int], shape: StepShape, layout: RecordLayout, pages: int) -> StepPlan:
+def _plan(ids: list[int], shape: StepShape, layout: RecordLayout) -> StepPlan:
     count = len(ids)
     used = -(-count // BLOCK)
     record = np.zeros((1, layout.width), np.int32)
     record[0, RowField.SLOT], record[0, RowField.LENGTH] = 1, count
     # The reference feeds all tokens in one pass, so this length fixes its length-dependent rope.
     record[0, RowField.ROPE_LENGTH], record[0, RowField.BLOCKS] = count, used
-    for kind in range(len(layout.tables)):
-        record[0, layout.table_slice(kind)] = np.arange(1, pages + 1)
+    for kind, ids in enumerate(layout.tables):
+        record[0, layout.table_slice(kind)] = np.arange(1, ids + 1)
     starts = np.arange(used) * BLOCK
-    blocks = np.stack([0 * starts, starts, np.minimum(BLOCK, count - starts)], 1).astype(np.int32)
+    # Nothing reads a state after these tokens, so no block keeps one.
+    kept = [0 * starts for _ in layout.states]
+    lengths = np.minimum(BLOCK, count - starts)
+    blocks = np.stack([0 * starts, starts, lengths, *kept], 1).astype(np.int32)
     return StepPlan(
         shape=shape,
         decode=np.zeros((0, layout.width), np.int32),
@@ -83,8 +89,8 @@ def _run(
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     last_token = jnp.zeros((2,), jnp.int32)
     view = unpack(buffer, last_token, shape, model.layout, model.specs, model.page_size)
-    pages = (1 + model.layout.tables[0],) * len(model.specs)
-    shapes = cache_shapes(model.specs, pages, model.page_size)
+    counts = tuple(1 + ids for ids in model.layout.tables)
+    shapes = cache_shapes(model.specs, counts, model.page_size, model.config.num_layers)
     caches = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     seen: dict[str, jax.Array] = {}
 

@@ -30,15 +30,19 @@ def attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array]:
     """(cache, out[T, H, head_dim]) of q[T, H, head_dim] and k, v[T, kv_heads, head_dim].
 
     cache: "k" and "v" of [pages, kv_heads, page_size, head_dim]; returned with this step's entries.
+    sinks: f32[H] logits of a column of the softmax that is dropped, or None.
     """
     k_pool, v_pool = pallas_kernels.kv_write(
         cache["k"], cache["v"], k, v, kind.write_page, kind.write_offset
     )
     read = partial(_read, q, k_pool, v_pool, scale=scale, window=window, softcap=softcap)
+    if sinks is not None:
+        read = partial(read, sinks=sinks)
     rows, regions = batch.rows, []
     if rows:
         tables, base = kind.tables[:rows], kind.base[:rows]

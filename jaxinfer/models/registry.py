@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxinfer.cache.spec import CacheSpec
 from jaxinfer.model_config import ModelConfig
-from jaxinfer.models import dense
+from jaxinfer.models import decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Family:
     ignored_tensors: Callable[[ModelConfig], list[re.Pattern[str]]]
 
 
-_DENSE = Family(
-    dense.cache_specs,
-    dense.param_specs,
-    dense.weight_rules,
-    dense.forward,
-    dense.logits,
-    dense.ignored_tensors,
+_DECODER = Family(
+    decoder.cache_specs,
+    decoder.param_specs,
+    decoder.weight_rules,
+    decoder.forward,
+    decoder.logits,
+    decoder.ignored_tensors,
 )
 
 
 def get_family(_config: ModelConfig) -> Family:
-    """The family of a model; every ModelConfig of today is a dense decoder."""
-    return _DENSE
+    """The family of a model; every ModelConfig of today is one forward pass over layers."""
+    return _DECODER

@@ -20,10 +20,16 @@ from jaxinfer.errors import InvalidRequest
 from jaxinfer.loading import LoadedModel
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
-from jaxinfer.research.batching import PAGE, capacity, checked_tokens, make_batch
+from jaxinfer.research.batching import (
+    capacity,
+    checked_tokens,
+    empty_caches,
+    make_batch,
+    pages_of,
+    with_pages,
+)
 from jaxinfer.research.taps import Interventions, Probe, select, split_interventions
 from jaxinfer.step.compile import ensure_compile_cache
-from jaxinfer.step.state import cache_shapes
 
 RUNGS = (1, 16, 64, 256)  # tokens that one run of the model takes
 
@@ -33,8 +39,9 @@ class State:
     """What the model remembers of one sequence: an immutable value, and a pytree.
 
     Attributes:
-        caches: one dict of arrays for each layer, [1 + pages, kv_heads, page, head_dim]; page 1 + i holds
-            positions i * page and on, page 0 is for padding.
+        caches: one dict of arrays for each layer: paged kinds [1 + pages, kv_heads, page, head_dim], of which page
+            1 + i holds positions i * page and on; STATE kinds [2, ...], of which slot 1 is the sequence's. Page
+            and slot 0 are for padding.
         tokens: i32[length] fed so far. logits: f32[vocab] for the token that comes next.
         rope_length: i32[] length that fixes length-dependent rope (dynamic, longrope).
     """
@@ -100,9 +107,7 @@ def prefill(
             raise InvalidRequest(f"{name}={value} is out of range [{len(fed)}, {limit}]")
     specs = get_family(model.config).cache_specs(model.config, model.dtype)
     pages = capacity(max_len or len(fed), limit)
-    caches = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(specs, (1 + pages,) * len(specs), PAGE)
-    )
+    caches = empty_caches(specs, 1, pages, model.config.num_layers)
     empty = State(
         caches,
         np.zeros((0,), np.int32),
@@ -125,7 +130,9 @@ def extend(
     fed = checked_tokens(model.config, tokens, before=state.length)
     names = select(model, taps, "tap")
     hooks, values = split_interventions(model, interventions, len(fed))
-    caches = _with_room(state.caches, state.length + len(fed), model.config.max_length)
+    specs = get_family(model.config).cache_specs(model.config, model.dtype)
+    room = capacity(state.length + len(fed), model.config.max_length)
+    caches = with_pages(specs, state.caches, room)
     run, lengths = _run, RUNGS
     if (
         hooks
@@ -165,7 +172,7 @@ def _forward(
     """One run over tokens[T] (padded): caches, logits f32[T, vocab], taps. places: start, count, rope length."""
     family = get_family(config)
     specs = family.cache_specs(config, dtype)
-    pages = jax.tree.leaves(caches)[0].shape[0] - 1
+    pages = pages_of(specs, caches)
     probe = Probe(names, hooks, values)
     start, count, rope_length = (places[i : i + 1] for i in range(3))
     batch = make_batch(specs, tokens[None], start, count, rope_length, pages=pages)
@@ -195,13 +202,3 @@ def _padded(value: Any, length: int) -> Any:
 
 def _joined(parts: list[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def _with_room(
-    caches: list[dict[str, jax.Array]], tokens: int, limit: int
-) -> list[dict[str, jax.Array]]:
-    """Caches with pages for `tokens`: the same arrays if they have room, else larger copies."""
-    missing = capacity(tokens, limit) + 1 - jax.tree.leaves(caches)[0].shape[0]
-    if missing <= 0:
-        return caches
-    return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), caches)

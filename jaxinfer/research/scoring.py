@@ -17,10 +17,9 @@ from jaxinfer.errors import InvalidRequest
 from jaxinfer.loading import LoadedModel
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
-from jaxinfer.research.batching import BLOCK, PAGE, checked_tokens, make_batch
+from jaxinfer.research.batching import BLOCK, PAGE, checked_tokens, empty_caches, make_batch
 from jaxinfer.research.taps import Interventions, Probe, split_interventions
 from jaxinfer.step.compile import ensure_compile_cache
-from jaxinfer.step.state import cache_shapes
 
 
 def score(
@@ -89,8 +88,7 @@ def _score(
     specs = family.cache_specs(config, dtype)
     many, length = tokens.shape
     pages = -(-length // PAGE)
-    shapes = cache_shapes(specs, (1 + many * pages,) * len(specs), PAGE)
-    caches = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    caches = empty_caches(specs, many, pages, config.num_layers)
     batch = make_batch(specs, tokens, jnp.zeros_like(counts), counts, counts, pages=pages)
     _, hidden = family.forward(params, config, caches, batch, tap=Probe((), hooks, values))
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))

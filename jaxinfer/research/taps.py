@@ -57,7 +57,7 @@ def _activations(config: ModelConfig, dtype: str) -> dict[str, tuple[int, ...]]:
         batch = make_batch(specs, one[None], 0 * one, one, one, pages=1)
         return family.forward(params, config, caches, batch, tap=note)[1]
 
-    jax.eval_shape(run, params, cache_shapes(specs, (2,) * len(specs), PAGE))
+    jax.eval_shape(run, params, cache_shapes(specs, (2,) * len(specs), PAGE, config.num_layers))
     return found
 
 

@@ -12,21 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.cache.spec import CacheSpec
-from jaxinfer.layers.batch import Batch, KindBatch
+from jaxinfer.cache.spec import CacheSpec, Scope
+from jaxinfer.layers.batch import CONTINUE, Batch, KindBatch, StateBatch
 from jaxinfer.layout import FLOAT_FIELDS, RecordLayout, RowField, StepShape
 from jaxinfer.scheduler.plan import LOAD_ENTRIES, LOAD_RESETS, LoadPlan, StepPlan
 
 LOAD_SIZE = 2 + LOAD_RESETS * 2 + LOAD_ENTRIES * 4
 HEADER = 1 + LOAD_SIZE
-BLOCK_FIELDS = 3
+BLOCK_FIELDS = 3  # row, start, tokens; then the slot that each STATE kind keeps at the block's end
 
 
 def buffer_size(shape: StepShape, layout: RecordLayout) -> int:
     """int32 elements of a packed step."""
-    return (
-        HEADER + shape.sample_rows * layout.width + shape.blocks * (BLOCK_FIELDS + 2 * shape.block)
-    )
+    per_block = BLOCK_FIELDS + len(layout.states) + 2 * shape.block
+    return HEADER + shape.sample_rows * layout.width + shape.blocks * per_block
 
 
 def pack_step(plan: StepPlan, layout: RecordLayout) -> np.ndarray:
@@ -41,19 +40,19 @@ def pack_step(plan: StepPlan, layout: RecordLayout) -> np.ndarray:
     if plan.load is not None:
         buffer[1:HEADER] = pack_load(plan.load)
     if shape.blocks:
-        _pack_blocks(plan, buffer[last:])
+        _pack_blocks(plan, buffer[last:], BLOCK_FIELDS + len(layout.states))
     return buffer
 
 
-def _pack_blocks(plan: StepPlan, tail: np.ndarray) -> None:
+def _pack_blocks(plan: StepPlan, tail: np.ndarray, columns: int) -> None:
     shape, n = plan.shape, len(plan.blocks)
-    blocks = tail[: shape.blocks * BLOCK_FIELDS].reshape(shape.blocks, BLOCK_FIELDS)
+    blocks = tail[: shape.blocks * columns].reshape(shape.blocks, columns)
     blocks[:n] = plan.blocks
     blocks[:n, 0] += shape.rows
     place = np.arange(shape.block)[None, :] < plan.blocks[:, 2:3]
     size = shape.blocks * shape.block
     for i, values in enumerate((plan.tokens, plan.targets)):
-        start = shape.blocks * BLOCK_FIELDS + i * size
+        start = shape.blocks * columns + i * size
         tail[start : start + size].reshape(shape.blocks, shape.block)[:n][place] = values
 
 
@@ -121,8 +120,9 @@ def unpack(
     records = buffer[HEADER:end].reshape(n, layout.width)
     rows = Rows(records[:, : len(RowField)], buffer[0])
     tail = buffer[end:]
-    blocks = tail[: shape.blocks * BLOCK_FIELDS].reshape(shape.blocks, BLOCK_FIELDS)
-    fed = tail[shape.blocks * BLOCK_FIELDS :].reshape(2, shape.blocks * shape.block)
+    columns = BLOCK_FIELDS + len(layout.states)
+    blocks = tail[: shape.blocks * columns].reshape(shape.blocks, columns)
+    fed = tail[shape.blocks * columns :].reshape(2, shape.blocks * shape.block)
 
     inside = jnp.arange(shape.block, dtype=jnp.int32)
     block_positions = (blocks[:, 1:2] + inside).reshape(-1)
@@ -134,7 +134,9 @@ def unpack(
     valid = jnp.concatenate([rows[RowField.LENGTH][:d] > 0, block_valid])
     decode_tokens = last_token[rows[RowField.SLOT][:d]]
     kinds = tuple(
-        _kind_batch(records, layout, i, row_of, positions, valid, page_size // spec.unit)
+        _state_batch(records, layout, i, blocks, d)
+        if spec.scope is Scope.STATE
+        else _kind_batch(records, layout, i, row_of, positions, valid, page_size, spec.unit)
         for i, spec in enumerate(specs)
     )
     batch = Batch(
@@ -143,6 +145,7 @@ def unpack(
         rope_length=rows[RowField.ROPE_LENGTH][row_of],
         block_row=blocks[:, 0],
         block_start=blocks[:, 1],
+        block_length=blocks[:, 2],
         kinds=kinds,
         rows=shape.rows,
         blocks=shape.blocks,
@@ -159,13 +162,28 @@ def _kind_batch(
     positions: jax.Array,
     valid: jax.Array,
     page_size: int,
+    unit: int,
 ) -> KindBatch:
     tables = records[:, layout.table_slice(kind)]
     base = records[:, layout.base_column(kind)]
     place = positions // page_size - base[row_of]
     inside = valid & (place >= 0) & (place < tables.shape[1])
     page = tables[row_of, jnp.clip(place, 0, tables.shape[1] - 1)]
-    return KindBatch(tables, base, jnp.where(inside, page, 0), positions % page_size)
+    # An entry is written when the last of its `unit` tokens has come.
+    inside &= (positions + 1) % unit == 0
+    offset = positions % page_size // unit
+    return KindBatch(tables, base, jnp.where(inside, page, 0), offset)
+
+
+def _state_batch(
+    records: jax.Array, layout: RecordLayout, kind: int, blocks: jax.Array, rows: int
+) -> StateBatch:
+    read, write = records[:, layout.base_column(kind)], records[:, layout.base_column(kind) + 1]
+    row, real = blocks[:, 0], blocks[:, 2] > 0
+    before = jnp.concatenate([jnp.full((1,), -1, row.dtype), row[:-1]])[: len(row)]
+    first = jnp.where(real & (row == before), CONTINUE, read[row])
+    place = BLOCK_FIELDS + layout.states.index(kind)
+    return StateBatch(read[:rows], write[:rows], jnp.where(real, first, 0), blocks[:, place])
 
 
 def _last_index(rows: Rows, blocks: jax.Array, shape: StepShape) -> jax.Array:

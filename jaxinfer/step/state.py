@@ -5,11 +5,13 @@ Only the engine core may hold one. Slot 0 and page 0 belong to padding rows: wri
 
 from __future__ import annotations
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.cache.spec import CacheSpec
+from jaxinfer.cache.spec import CacheSpec, Scope
 
 # Bits of `counts`: the low bits count how often the token was generated.
 PROMPT_BIT = 1 << 30
@@ -22,7 +24,8 @@ class DeviceState:
     """Caches and per-slot sampling state.
 
     Attributes:
-        caches: for each model layer, its arrays by field name: [num_pages, heads, page_size, head_dim].
+        caches: for each model layer, its arrays by field name: [num_pages, heads, page_size / unit, head_dim]
+            of paged kinds, [slots, ...] of STATE kinds.
         last_token: i32[slots + 1] token that a decode row feeds next.
         counts: i32[slots + 1, vocab] PROMPT_BIT, BAN_BIT and the number of times generated.
         bias: f32[slots + 1, vocab] added to the logits of rows flagged BIAS.
@@ -35,19 +38,18 @@ class DeviceState:
 
 
 def cache_shapes(
-    specs: tuple[CacheSpec, ...], num_pages: tuple[int, ...], page_size: int
+    specs: tuple[CacheSpec, ...], counts: tuple[int, ...], page_size: int, layers: int
 ) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """Shapes of the cache arrays, one dict for each model layer."""
-    by_layer: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
-    for spec, pages in zip(specs, num_pages, strict=True):
-        for layer in spec.layers:
-            by_layer[layer] = {
-                f.name: jax.ShapeDtypeStruct(
-                    (pages, f.shape[0], page_size // spec.unit, *f.shape[1:]), jnp.dtype(f.dtype)
-                )
-                for f in spec.fields
-            }
-    return [by_layer[i] for i in sorted(by_layer)]
+    """Shapes of the cache arrays, one dict for each model layer; counts: pages or slots of each kind."""
+    out: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in range(layers)]
+    for spec, count in zip(specs, counts, strict=True):
+        for layer, field in product(spec.layers, spec.fields):
+            first, *rest = field.shape
+            shape = (count, first, page_size // spec.unit, *rest)
+            if spec.scope is Scope.STATE:
+                shape = (count, first, *rest)
+            out[layer][field.name] = jax.ShapeDtypeStruct(shape, jnp.dtype(field.dtype))
+    return out
 
 
 def create_state(
@@ -56,9 +58,10 @@ def create_state(
     page_size: int,
     slots: int,
     vocab_size: int,
+    layers: int,
 ) -> DeviceState:
     """A fresh state, all zeros."""
-    shapes = cache_shapes(specs, num_pages, page_size)
+    shapes = cache_shapes(specs, num_pages, page_size, layers)
     return DeviceState(
         caches=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
         last_token=jnp.zeros((slots + 1,), jnp.int32),

@@ -103,6 +103,10 @@ def _check(
 
 
 def _shape_problems(spec: ParamSpec, rule: WeightRule, tensors: TensorSource) -> list[str]:
+    if rule.stack:
+        entry = ParamSpec(spec.shape[1:], spec.axes[1:], spec.dtype)
+        entries = (rule.entry(i) for i in range(rule.stack))
+        return [problem for part in entries for problem in _shape_problems(entry, part, tensors)]
     shapes = {name: tensors.shape(name) for name in rule.sources}
     described = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     odd = [
@@ -172,6 +176,15 @@ def read_shard(
 ) -> np.ndarray:
     """The part `index` (bounds in the leaf's own orientation) of a leaf, cast to `dtype`."""
     out = _aligned(tuple(s.stop - s.start for s in index), dtype)
+    if rule.stack:
+        for i in range(index[0].start, index[0].stop):
+            _read_into(out[i - index[0].start], rule.entry(i), tensors, index[1:])
+    else:
+        _read_into(out, rule, tensors, index)
+    return out
+
+
+def _read_into(out: np.ndarray, rule: WeightRule, tensors: TensorSource, index: Index) -> None:
     view, want = out, list(index)
     if rule.transpose and len(want) >= 2:
         view = out.swapaxes(-1, -2)
@@ -181,7 +194,7 @@ def read_shard(
         want[0] = slice(want[0].start + first, want[0].stop + first)
     if len(rule.sources) == 1:
         _fill(view, tensors, rule.sources[0], tuple(want))
-        return out
+        return
     offset, axis = 0, rule.concat
     for name in rule.sources:
         size = tensors.shape(name)[axis]
@@ -194,7 +207,6 @@ def read_shard(
             part = slice(low - offset, high - offset)
             _fill(target, tensors, name, (*inside[0], part, *inside[1]))
         offset += size
-    return out
 
 
 def _fill(out: np.ndarray, tensors: TensorSource, name: str, index: Index) -> None:

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.cache.spec import CacheSpec
-from jaxinfer.layers.batch import Batch, KindBatch
+from jaxinfer.cache.spec import CacheSpec, Scope
+from jaxinfer.layers.batch import CONTINUE, Batch, KindBatch, StateBatch
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
 from jaxinfer.params import ParamSpec, WeightRule
+from jaxinfer.step.state import cache_shapes
 
 PAGE, PAGES_PER_ROW, BLOCK = 16, 4, 16
 
@@ -31,11 +32,16 @@ def load(
 
     def leaf(spec: ParamSpec, rule: WeightRule) -> jax.Array:
         unused.difference_update(rule.sources)
-        value = np.concatenate([tensors[name] for name in rule.sources], axis=rule.concat)
-        value = np.swapaxes(value, -1, -2) if rule.transpose else value
+        entries = [rule.entry(i) for i in range(rule.stack)]
+        value = np.stack([joined(e) for e in entries]) if entries else joined(rule)
         assert value.shape == spec.shape, (rule, value.shape, spec.shape)
         assert len(spec.axes) == len(spec.shape)
-        return jnp.asarray(value, dtype)
+        return jnp.asarray(value, spec.dtype or dtype)
+
+    def joined(rule: WeightRule) -> np.ndarray:
+        value = np.concatenate([tensors[name] for name in rule.sources], axis=rule.concat)
+        value = value[slice(*rule.rows)] if rule.rows else value
+        return np.swapaxes(value, -1, -2) if rule.transpose else value
 
     is_leaf = lambda x: isinstance(x, (ParamSpec, WeightRule))  # noqa: E731
     params = jax.tree.map(
@@ -71,11 +77,12 @@ class Driver:
     ) -> None:
         self.config, self.params, self.rows, self.blocks = config, params, rows, blocks
         self.specs = get_family(config).cache_specs(config, dtype)
-        pool = (1 + sequences * PAGES_PER_ROW, config.num_kv_heads, PAGE, config.head_dim)
-        self.caches = [
-            {"k": jnp.zeros(pool, dtype), "v": jnp.zeros(pool, dtype)}
-            for _ in range(config.num_layers)
+        counts = [
+            1 + sequences * (1 if spec.scope is Scope.STATE else PAGES_PER_ROW)
+            for spec in self.specs
         ]
+        shapes = cache_shapes(self.specs, tuple(counts), PAGE, config.num_layers)
+        self.caches = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         self.taps: dict[str, np.ndarray] = {}
         self._run = jax.jit(partial(run, config), donate_argnums=1)
 
@@ -97,7 +104,7 @@ class Driver:
         owner: list[Sequence | None] = [None] * count
         tokens, positions, lengths = (np.zeros(count, np.int32) for _ in range(3))
         row_of: list[Sequence | None] = [None] * (self.rows + self.blocks)
-        block_row, block_start = (np.zeros(self.blocks, np.int32) for _ in range(2))
+        block_row, block_start, block_length = (np.zeros(self.blocks, np.int32) for _ in range(3))
         block_row[:] = self.rows + self.blocks - 1
         places = []
         for i, sequence in enumerate(decode):
@@ -111,6 +118,7 @@ class Driver:
                 if j % BLOCK == 0:
                     block_row[block], block_start[block] = self.rows + i, sequence.done + j
                     block += 1
+                block_length[block - 1] += 1
                 place = self.rows + (block - 1) * BLOCK + j % BLOCK
                 owner[place] = sequence
                 tokens[place] = sequence.tokens[sequence.done + j]
@@ -119,11 +127,35 @@ class Driver:
             places.append((sequence, mine))
         for place, sequence in enumerate(owner):
             lengths[place] = sequence.rope_length if sequence else 0
-        kinds = tuple(self._kind(spec, row_of, owner, positions) for spec in self.specs)
-        as_jax = [jnp.asarray(a) for a in (tokens, positions, lengths, block_row, block_start)]
-        shape = {"rows": self.rows, "blocks": self.blocks, "block": BLOCK}
-        batch = Batch(as_jax[0], as_jax[1], as_jax[2], as_jax[3], as_jax[4], kinds, **shape)
+        blocks = block_row, block_start, block_length
+        kinds = tuple(
+            self._slots(row_of, *blocks)
+            if spec.scope is Scope.STATE
+            else self._kind(spec, row_of, owner, positions)
+            for spec in self.specs
+        )
+        arrays = [jnp.asarray(a) for a in (tokens, positions, lengths, *blocks)]
+        batch = Batch(*arrays, kinds, self.rows, self.blocks, BLOCK)
         return batch, places
+
+    def _slots(
+        self,
+        row_of: list[Sequence | None],
+        block_row: np.ndarray,
+        block_start: np.ndarray,
+        block_length: np.ndarray,
+    ) -> StateBatch:
+        """Every sequence reads and writes slot 1 + index."""
+        rows = [0 if s is None else 1 + s.index for s in row_of]
+        read = [slot if s and s.done else 0 for slot, s in zip(rows, row_of, strict=True)]
+        block_read, block_write = np.zeros((2, self.blocks), np.int32)
+        for i in np.flatnonzero(block_length):
+            again = i > 0 and block_row[i] == block_row[i - 1]
+            block_read[i] = CONTINUE if again else read[block_row[i]]
+            more = i + 1 < self.blocks and block_row[i + 1] == block_row[i] and block_length[i + 1]
+            block_write[i] = 0 if more else rows[block_row[i]]
+        arrays = (read[: self.rows], rows[: self.rows], block_read, block_write)
+        return StateBatch(*(jnp.asarray(a, jnp.int32) for a in arrays))
 
     def _kind(
         self,
