@@ -7,9 +7,14 @@ caller donates them. Slot 0 is never read and holds nothing of value. Layers cal
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import recurrent_exact
 from pallas_kernels import recurrent_reference as reference
 from pallas_kernels.dispatch import Impl
+
+EXACT = recurrent_exact.EXACT  # positions of a canonical block of delta_exact
+_F32 = jnp.dtype(jnp.float32)
 
 
 def delta_chunk(
@@ -67,6 +72,54 @@ def delta_step(
     _check_delta(q, k, v, g, beta, pool)
     _check_places(q.shape[0], read=read, write=write)
     return reference.delta_step(q, k, v, g, beta, pool, read, write)
+
+
+def delta_exact(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array | None,
+    pool: jax.Array,
+    pending: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """delta_chunk whose results are bitwise the same however a sequence is cut into calls and blocks.
+
+    Every call recomputes the canonical block of EXACT positions that its tokens fall into, one row after
+    another: the price of a decode step is that of EXACT tokens of prefill. There is one form.
+
+    Args:
+        q, k, v, g, beta, read, write: as in delta_chunk. C = 1 for decode.
+        pool: f32[slots, Hv, dk, dv], the state at the last multiple of EXACT.
+        pending: f32[slots, EXACT, pending_width(...)], the inputs of the tokens since then.
+        start: i32[N], position of the block's first token in its sequence.
+        length: i32[N], real tokens, with start % EXACT + length <= EXACT.
+    Returns:
+        The two pools, and o [N, C, Hv, dv] in q's dtype.
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    _check_delta(q, k, v, g, beta, pool)
+    _check_places(q.shape[0], read=read, write=write, start=start, length=length)
+    by_channel = g.ndim == v.ndim
+    width = pending_width(*k.shape[2:], *v.shape[2:], by_channel, rule=beta is not None)
+    if pending.shape != (pool.shape[0], EXACT, width) or {pool.dtype, pending.dtype} != {_F32}:
+        raise ValueError(
+            f"pool {pool.dtype}{pool.shape} and pending {pending.dtype}{pending.shape} do not fit: "
+            f"both are float32, and pending is [slots, {EXACT}, {width}]"
+        )
+    return recurrent_exact.delta_exact(q, k, v, g, beta, pool, pending, read, write, start, length)
+
+
+def pending_width(
+    key_heads: int, dk: int, heads: int, dv: int, by_channel: bool, *, rule: bool
+) -> int:
+    """Floats that delta_exact keeps of a token: k, v, g (by_channel: one a channel), and beta (rule)."""
+    return key_heads * dk + heads * (dv + (dk if by_channel else 1) + rule)
 
 
 def conv_chunk(

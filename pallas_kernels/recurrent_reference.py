@@ -39,10 +39,10 @@ def delta_chunk(
     length: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See recurrent.delta_chunk."""
-    real = _real(length, q.shape[1])
-    masked = [None if x is None else _masked(x, real) for x in (q, k, v, g, beta)]
-    blocks = block(*(None if x is None else x.swapaxes(1, 2) for x in _wide(*masked)))
-    held = _held(pool, read)
+    real = real_tokens(length, q.shape[1])
+    arrays = [None if x is None else masked(x, real) for x in (q, k, v, g, beta)]
+    blocks = block(*(None if x is None else x.swapaxes(1, 2) for x in widened(*arrays)))
+    held = held_states(pool, read)
 
     def body(
         state: jax.Array, x: tuple[Block, jax.Array, jax.Array]
@@ -52,8 +52,8 @@ def delta_chunk(
         return state, (state, out)
 
     _, (ends, out) = jax.lax.scan(body, jnp.zeros_like(held[0]), (blocks, held, read < 0))
-    out = _masked(out.swapaxes(1, 2), real)
-    return _kept(pool, write, ends), out.astype(q.dtype)
+    out = masked(out.swapaxes(1, 2), real)
+    return kept(pool, write, ends), out.astype(q.dtype)
 
 
 def delta_step(
@@ -67,13 +67,13 @@ def delta_step(
     write: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See recurrent.delta_step."""
-    q32, k32, v32, g32, b32 = _wide(q, k, v, g, beta)
-    state = _held(pool, read) * jnp.exp(g32)[..., None]
+    q32, k32, v32, g32, b32 = widened(q, k, v, g, beta)
+    state = held_states(pool, read) * jnp.exp(g32)[..., None]
     if b32 is not None:
         v32 = b32 * (v32 - _dot("rhd,rhde->rhe", k32, state))
     state = state + k32[..., None] * v32[..., None, :]
     out = _dot("rhd,rhde->rhe", q32, state)
-    return _kept(pool, write, state), out.astype(q.dtype)
+    return kept(pool, write, state), out.astype(q.dtype)
 
 
 def conv_chunk(
@@ -86,8 +86,8 @@ def conv_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """See recurrent.conv_chunk."""
     count, taps = x.shape[1], w.shape[1]
-    real = _real(length, count)
-    x32 = _masked(x, real).astype(jnp.float32)
+    real = real_tokens(length, count)
+    x32 = masked(x, real).astype(jnp.float32)
 
     def body(
         past: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -97,20 +97,20 @@ def conv_chunk(
         past = jax.lax.dynamic_slice_in_dim(line, tokens, taps - 1)
         return past, (past, line)
 
-    held = _held(pool, read)
+    held = held_states(pool, read)
     blocks = (x32, held, read < 0, length)
     _, (ends, lines) = jax.lax.scan(body, jnp.zeros_like(held[0]), blocks)
     out = _taps([lines[:, j : j + count] for j in range(taps)], w)
-    return _kept(pool, write, ends), _masked(out, real).astype(x.dtype)
+    return kept(pool, write, ends), masked(out, real).astype(x.dtype)
 
 
 def conv_step(
     x: jax.Array, w: jax.Array, pool: jax.Array, read: jax.Array, write: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """See recurrent.conv_step."""
-    line = jnp.concatenate([_held(pool, read), x.astype(jnp.float32)[:, None]], axis=1)
+    line = jnp.concatenate([held_states(pool, read), x.astype(jnp.float32)[:, None]], axis=1)
     out = _taps([line[:, j] for j in range(w.shape[1])], w)
-    return _kept(pool, write, line[:, 1:]), out.astype(x.dtype)
+    return kept(pool, write, line[:, 1:]), out.astype(x.dtype)
 
 
 def block(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array | None) -> Block:
@@ -176,7 +176,7 @@ def _scores_by_channel(x: jax.Array, k: jax.Array, total: jax.Array) -> jax.Arra
     return both.reshape(*x.shape[:-2], wide, wide)[..., :count, :count]
 
 
-def _wide(
+def widened(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """In float32, one key head for each value head, g and beta with an axis for the channels."""
@@ -197,22 +197,22 @@ def _taps(line: list[jax.Array], w: jax.Array) -> jax.Array:
     return out
 
 
-def _real(length: jax.Array, count: int) -> jax.Array:
+def real_tokens(length: jax.Array, count: int) -> jax.Array:
     return jnp.arange(count) < length[:, None]
 
 
-def _masked(x: jax.Array, real: jax.Array) -> jax.Array:
+def masked(x: jax.Array, real: jax.Array) -> jax.Array:
     """Zeros in place of padding, whatever it holds."""
     return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
-def _held(pool: jax.Array, read: jax.Array) -> jax.Array:
+def held_states(pool: jax.Array, read: jax.Array) -> jax.Array:
     """float32 states of the slots that are read; zeros for a fresh start (slot 0 may hold anything)."""
     state = pool[jnp.maximum(read, 0)].astype(jnp.float32)
     return jnp.where((read > 0).reshape(-1, *[1] * (pool.ndim - 1)), state, 0.0)
 
 
-def _kept(pool: jax.Array, write: jax.Array, states: jax.Array) -> jax.Array:
+def kept(pool: jax.Array, write: jax.Array, states: jax.Array) -> jax.Array:
     """The pool with the states in their slots; write 0 keeps nothing."""
     slot = jnp.where(write > 0, write, pool.shape[0])
     return pool.at[slot].set(states.astype(pool.dtype), mode="drop")
