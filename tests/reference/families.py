@@ -3,13 +3,16 @@
 CASES has the fields that transformers' config class takes; the config.json that it writes and the
 tensor names of the published checkpoint are in families.npz. Shared by record_families.py (PyTorch
 interpreter) and the tests (JAX interpreter): both draw the same weights by tensor name from the raw
-stream of a bit generator, which numpy keeps stable. Needs numpy alone.
+stream of a bit generator, which numpy keeps stable. OLD_STYLE has the same models in the words of
+the published checkpoints: flat rope fields, torch_dtype, each publisher's own names. Needs numpy.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +92,11 @@ _MROPE = _ROPE | {
 _SPARSE = ["dense", "sparse", "sparse", "sparse"]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
+# (case, config.json) that must be read as the very model of the case.
+OLD_STYLE: list[tuple[str, dict[str, Any]]] = [
+    (entry["case"], entry["config"])
+    for entry in json.loads(Path(__file__).with_name("old_configs.json").read_text())
+]
 # case: (class of the model, model_type, fields of the config)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {}
 
@@ -160,17 +168,20 @@ _add(
     num_nextn_predict_layers=1,
     rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
 )
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
 _add(
     "granitemoe",
     "GraniteMoe",
     _GQA,
+    _MULTIPLIERS,
     num_hidden_layers=2,
     num_local_experts=4,
     num_experts_per_tok=2,
-    embedding_multiplier=3.0,
-    attention_multiplier=0.2,
-    residual_multiplier=0.7,
-    logits_scaling=2.0,
 )
 
 # Latent attention, with and without an indexer.
@@ -228,7 +239,7 @@ _add("qwen3_5", "Qwen3_5", _WIDE, _GDN, kind="qwen3_5_text", rope_parameters=_MR
 _add(
     "qwen3_5_moe",
     "Qwen3_5Moe",
-    _WIDE,
+    {k: v for k, v in _WIDE.items() if k != "intermediate_size"},
     _EXPERTS,
     _GDN,
     kind="qwen3_5_moe_text",
@@ -285,10 +296,13 @@ _FALCON = {
     "attention_in_multiplier": 0.9,
     "attention_out_multiplier": 0.8,
 }
-_add("falcon_h1", "FalconH1", _GQA, _MAMBA, _FALCON, mamba_rms_norm=True)
-_add(
-    "falcon_h1_plain", "FalconH1", _GQA, _MAMBA, _FALCON, kind="falcon_h1", mamba_rms_norm=False
-)
+for _case, _norm, _first in (
+    ("falcon_h1", True, True),
+    ("falcon_h1_gate_first", True, False),
+    ("falcon_h1_plain", False, False),
+):
+    _flags = {"mamba_rms_norm": _norm, "mamba_norm_before_gate": _first}
+    _add(_case, "FalconH1", _GQA, _MAMBA, _FALCON, _flags, kind="falcon_h1")
 _add(
     "nemotron_h",
     "NemotronH",
@@ -304,20 +318,18 @@ _add(
     n_routed_experts=8,
     num_experts_per_tok=2,
 )
+_GRANITE_4 = _GQA | _MAMBA | _MULTIPLIERS
+_GRANITE_4 |= {"num_hidden_layers": 4, "shared_intermediate_size": 48}
+_GRANITE_4 |= {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]}
+_add("granitemoehybrid", "GraniteMoeHybrid", _GRANITE_4, num_local_experts=4, num_experts_per_tok=2)
 _add(
-    "granitemoehybrid",
+    "granitemoehybrid_dense",
     "GraniteMoeHybrid",
-    _GQA,
-    _MAMBA,
-    num_hidden_layers=4,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    shared_intermediate_size=48,
-    layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
-    embedding_multiplier=3.0,
-    attention_multiplier=0.2,
-    residual_multiplier=0.7,
-    logits_scaling=2.0,
+    _GRANITE_4,
+    kind="granitemoehybrid",
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    position_embedding_type="rope",
 )
 _add("lfm2", "Lfm2", _GQA, num_hidden_layers=4, block_multiple_of=32, full_attn_idxs=[1, 3])
 _add(

@@ -25,14 +25,12 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
-from families import CASES, GREEDY, LONG, SHORT, STRIDE, prompt, tensor
+from families import CASES, GREEDY, LONG, OLD_STYLE, SHORT, STRIDE, prompt, tensor
 from safetensors.numpy import load_file, save_file  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 # Where save_pretrained does not give the published names back (from_pretrained takes both).
-PUBLISHED = {
-    "kimi_linear": [(r"\.block_sparse_moe\.(gate_proj|up_proj|down_proj)\.", r".mlp.\1.")]
-}
+PUBLISHED = {"kimi_linear": [(r"\.block_sparse_moe\.(gate_proj|up_proj|down_proj)\.", r".mlp.\1.")]}
 # Buffers in the file that follow from the config: no implementation need read them.
 DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 JUMP = 2e-3
@@ -55,6 +53,32 @@ def published(case: str, folder: Path) -> dict[str, list[int]]:
         drawn[name] = value if derived else tensor(case, name, value.shape)
     save_file(drawn, path, metadata={"format": "pt"})
     return shapes
+
+
+def meaning(config: dict[str, Any]) -> dict[str, Any]:
+    """A read config without what says nothing of the maths."""
+    silent = ("_name_or_path", "architectures", "dtype", "head_dim", "initializer_range")
+    silent += ("router_aux_loss_coef", "transformers_version")
+    out = {k: v for k, v in config.items() if k not in silent}
+    if rope := out.get("rope_parameters"):
+        out["rope_parameters"] = {"partial_rotary_factor": 1.0} | rope
+        out["rope_parameters"].pop("type", None)
+    if out.get("position_embedding_type") is None:
+        out["position_embedding_type"] = "nope"  # of Granite 4
+    return out
+
+
+def check_old_configs() -> None:
+    """transformers must read every config of OLD_STYLE as the model of its case."""
+    for case, old in OLD_STYLE:
+        _, kind, fields = CASES[case]
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(old))
+            read = meaning(transformers.AutoConfig.from_pretrained(folder).to_dict())
+        for key, value in meaning(
+            transformers.AutoConfig.for_model(kind, **fields).to_dict()
+        ).items():
+            assert read.get(key) == value, f"{case}: {key} is {read.get(key)!r}, not {value!r}"
 
 
 def draft_tensors(case: str, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -145,6 +169,7 @@ def record(case: str) -> dict[str, np.ndarray]:
 
 def main() -> int:
     torch.set_num_threads(1)
+    check_old_configs()
     path = HERE / "families.npz"
     arrays = dict(np.load(path)) if sys.argv[1:] and path.exists() else {}
     failed = []
