@@ -1,34 +1,39 @@
-"""PagePool: which pages of one cache kind are free, and how often each of the others is referenced.
+"""Pools: which pages or slots of one cache kind are free, and how often each other one is referenced.
 
 A page is either in the free list (count 0) or referenced (count >= 1): never both, never neither.
 Page 0 is the trash page that padding rows write to; it is never handed out. Never touches arrays.
+All of this holds for the slots of STATE kinds too, and the code says page for both.
 Called by the prefix tree, which is the only one that shares and releases pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from jaxinfer.errors import CapacityError
 
 
-class PagePool:
-    """Reference counts of pages 1 .. num_pages - 1."""
+class Pool:
+    """Reference counts of pages 1 .. size - 1."""
 
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 2:
+    noun: ClassVar[str] = "page"
+
+    def __init__(self, size: int) -> None:
+        if size < 2:
             raise CapacityError(
-                f"num_pages={num_pages} is below 2: page 0 is reserved; give the pool more memory"
+                f"num_{self.noun}s={size} is below 2: {self.noun} 0 is reserved; "
+                "give the pool more memory"
             )
-        self.num_pages = num_pages
-        self.refs = [0] * num_pages
+        self.size = size
+        self.refs = [0] * size
         # A stack, lowest id on top: pages that were just freed are warm and go out first.
-        self._free = list(range(num_pages - 1, 0, -1))
+        self._free = list(range(size - 1, 0, -1))
 
     @property
     def usable(self) -> int:
         """Pages that can be handed out at all."""
-        return self.num_pages - 1
+        return self.size - 1
 
     @property
     def free(self) -> int:
@@ -39,7 +44,7 @@ class PagePool:
         """`count` pages with one reference each; CapacityError (and no change) if too few are free."""
         if count > len(self._free):
             raise CapacityError(
-                f"{count} pages wanted, {len(self._free)} of {self.usable} are free"
+                f"{count} {self.noun}s wanted, {len(self._free)} of {self.usable} are free"
             )
         cut = len(self._free) - count
         pages = self._free[cut:][::-1]
@@ -50,14 +55,14 @@ class PagePool:
 
     def share(self, page: int) -> int:
         """Add a reference to a live page; the new count."""
-        assert self.refs[page] > 0, f"page {page} is free and cannot be shared"
+        assert self.refs[page] > 0, f"{self.noun} {page} is free and cannot be shared"
         self.refs[page] += 1
         return self.refs[page]
 
     def release(self, page: int) -> int:
         """Drop a reference; the new count. At 0 the page is free."""
         count = self.refs[page] - 1
-        assert count >= 0, f"page {page} was released more often than it was taken"
+        assert count >= 0, f"{self.noun} {page} was released more often than it was taken"
         self.refs[page] = count
         if count == 0:
             self._free.append(page)
@@ -66,12 +71,34 @@ class PagePool:
     def check(self, owners: Iterable[int] | None = None) -> None:
         """Assert the invariants; `owners` lists every reference that should exist, one by one."""
         free = set(self._free)
-        assert len(free) == len(self._free), "a page is twice in the free list"
-        assert 0 not in free and self.refs[0] == 0, "page 0 left its reserve"
-        for page in range(1, self.num_pages):
-            assert (self.refs[page] == 0) == (page in free), f"page {page}: refs {self.refs[page]}"
+        assert len(free) == len(self._free), f"a {self.noun} is twice in the free list"
+        assert 0 not in free and self.refs[0] == 0, f"{self.noun} 0 left its reserve"
+        for page in range(1, self.size):
+            assert (self.refs[page] == 0) == (page in free), (
+                f"{self.noun} {page}: refs {self.refs[page]}"
+            )
         if owners is not None:
-            counts = [0] * self.num_pages
+            counts = [0] * self.size
             for page in owners:
                 counts[page] += 1
             assert counts == self.refs, "reference counts differ from the owners that exist"
+
+
+class PagePool(Pool):
+    """The pages of a TOKEN or WINDOW kind."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages with the reserved one."""
+        return self.size
+
+
+class SlotPool(Pool):
+    """The slots of a STATE kind."""
+
+    noun = "slot"
+
+    @property
+    def num_slots(self) -> int:
+        """Slots with the reserved one."""
+        return self.size

@@ -1,22 +1,20 @@
 """PrefixTree: computed pages by the tokens they hold, so that equal prefixes are computed once.
 
 A trie with one page a node: an edge is the page's tokens themselves, compared in full, so no hash can
-be forged, nothing is ever split, and a partial match pins exactly what it matched. The tree owns one
-reference to each of its pages, every sequence one more to each page of its table: a page that only
-the tree references can be evicted. Rule for duplicates: the tree's page wins, the caller's table is
-rewritten to it. Never knows requests or arrays. Called by the scheduler.
+be forged, nothing is ever split, and a partial match pins exactly what it matched. A checkpoint of a
+STATE kind stands in the node at whose end it was taken, and a hit ends at one or nowhere. Rule for
+duplicates: the tree's page wins, the caller's table is rewritten to it. Never knows requests or arrays.
+Called by the scheduler.
 
 A listener hears of nodes (cache/events.py), not of pages: a node is stored while it is in the tree, that
-is while its TOKEN pages are (without TOKEN kinds: while it or one below it has a page). The WINDOW page of
-its tokens may be gone, so a hit may be shorter than told, never longer.
+is while its TOKEN pages are (without TOKEN kinds: while it or one below it has a page or checkpoint).
+The WINDOW page of its tokens may be gone, and so may the checkpoint: a hit may be shorter than told,
+never longer.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.cache.events import (
     AllBlocksCleared,
@@ -27,213 +25,197 @@ from jaxinfer.cache.events import (
     page_hash,
     root_hash,
 )
-from jaxinfer.cache.pool import PagePool
+from jaxinfer.cache.inspect import NodeView, check_holders, check_nodes, views
+from jaxinfer.cache.ledger import Ledger
+from jaxinfer.cache.node import Held, Match, Node, descend, path_to
+from jaxinfer.cache.pool import Pool
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.errors import ConfigError
 
+__all__ = ["Held", "Match", "Node", "NodeView", "PrefixTree"]
 
-class Node:
-    """One page of tokens; `pages` holds a page id for each kind (0: evicted, WINDOW kinds only).
 
-    `hash` names it in events; 0 until a listener has heard of it.
+class PrefixTree(Ledger):
+    """What can be computed once, by namespace and tokens: matching, publishing, eviction.
+
+    max_states: checkpoints of each STATE kind that a publication leaves on its path from the root, as
+        far as the others are not protected (see `insert`); 0: no limit.
     """
-
-    __slots__ = ("attached", "children", "hash", "key", "pages", "parent")
-
-    def __init__(self, parent: Node | None, key: tuple, pages: list[int]) -> None:
-        self.parent = parent
-        self.key = key  # the page's tokens; a root's namespace
-        self.pages = pages
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.attached = True
-        self.hash = 0
-
-
-class Match(NamedTuple):
-    """A prefix of `length` tokens that every kind can resume from.
-
-    pages[k] are the pages that kind k needs, of which the first is page base[k] of the sequence.
-    """
-
-    length: int
-    pages: tuple[list[int], ...]
-    base: tuple[int, ...]
-    node: Node | None
-
-
-class NodeView(NamedTuple):
-    """One node as shown to people: no tokens. `parent` is its place in the list, -1 for a namespace."""
-
-    parent: int
-    children: int
-    in_use: bool  # a sequence holds a page of it
-
-
-class Held:
-    """What one sequence holds: for each kind live pages, the first of them page `base` of the sequence.
-
-    `node` and `depth` say how far (in pages) the sequence's own prefix stands in the tree.
-    """
-
-    __slots__ = ("base", "depth", "node", "pages")
-
-    def __init__(self, kinds: int) -> None:
-        self.pages: list[list[int]] = [[] for _ in range(kinds)]
-        self.base = [0] * kinds
-        self.node: Node | None = None
-        self.depth = 0
-
-    def end(self, kind: int) -> int:
-        """Index of the sequence page after the last one held."""
-        return self.base[kind] + len(self.pages[kind])
-
-
-class PrefixTree:
-    """Pages of all kinds behind one door: allocation, sharing, matching, eviction."""
 
     def __init__(
-        self, specs: Sequence[CacheSpec], page_size: int, pools: Sequence[PagePool]
+        self,
+        specs: Sequence[CacheSpec],
+        page_size: int,
+        pools: Sequence[Pool],
+        max_states: int = 0,
     ) -> None:
-        if len(specs) != len(pools):
-            raise ConfigError(f"{len(specs)} cache kinds need as many pools, not {len(pools)}")
-        for spec in specs:
-            if spec.scope is Scope.STATE:
-                raise ConfigError(f"cache kind {spec.name!r} has scope STATE: it is not paged")
-            if page_size % spec.unit:
-                raise ConfigError(
-                    f"page_size={page_size} is no multiple of unit={spec.unit} of kind {spec.name!r}"
-                )
-            if spec.scope is Scope.WINDOW and spec.window < 1:
-                raise ConfigError(f"cache kind {spec.name!r} has window={spec.window}; at least 1")
-        self.specs = tuple(specs)
-        self.page_size = page_size
-        self.pools = tuple(pools)
-        # Visible tokens of each kind; 0 for TOKEN kinds, which keep everything.
-        self.windows = tuple(s.window if s.scope is Scope.WINDOW else 0 for s in specs)
+        super().__init__(specs, page_size, pools)
+        if max_states < 0:
+            raise ConfigError(f"max_states={max_states} is negative; 0 means no limit")
+        self.max_states = max_states
         self._roots: dict[Namespace, Node] = {}
-        self._owner: list[dict[int, Node]] = [{} for _ in specs]
-        # Pages that only the tree references, longest unused first. The order is the clock. A sequence
-        # releases its last page first, so that no TOKEN page ever stands before one of its children.
-        self._idle: list[OrderedDict[int, Node]] = [OrderedDict() for _ in specs]
         self._listener: Listener | None = None
-
-    # -- pages ---------------------------------------------------------------------------------
-
-    def evictable(self, kind: int) -> int:
-        return len(self._idle[kind])
-
-    def available(self, kind: int) -> int:
-        """Pages that `allocate` can supply now."""
-        return self.pools[kind].free + len(self._idle[kind])
-
-    def cached(self, kind: int) -> int:
-        """Pages in the tree, in use or not."""
-        return len(self._owner[kind])
-
-    def allocate(self, kind: int, count: int) -> list[int] | None:
-        """`count` private pages, evicting exactly the shortfall; None (and no change) if impossible."""
-        short = count - self.pools[kind].free
-        if short > len(self._idle[kind]):
-            return None
-        if short > 0:
-            self.evict(kind, short)
-        return self.pools[kind].alloc(count)
-
-    def take(self, kind: int, page: int) -> None:
-        """Add a sequence's reference to a page."""
-        if self.pools[kind].share(page) == 2:
-            self._idle[kind].pop(page, None)
-
-    def give_back(self, kind: int, page: int) -> None:
-        """Drop a sequence's reference to a page."""
-        if self.pools[kind].release(page) == 1 and page in self._owner[kind]:
-            self._idle[kind][page] = self._owner[kind][page]
-
-    def release(self, held: Held) -> None:
-        """Drop everything that a sequence holds, last pages first, and leave `held` empty."""
-        for kind, pages in enumerate(held.pages):
-            for page in reversed(pages):
-                self.give_back(kind, page)
-        held.__init__(len(self.specs))
-
-    def trim(self, held: Held, position: int) -> None:
-        """Drop WINDOW pages that no token from `position` on can see."""
-        for kind, window in enumerate(self.windows):
-            if window:
-                dead = self.first_page(kind, position) - held.base[kind]
-                if dead > 0:
-                    for page in held.pages[kind][:dead]:
-                        self.give_back(kind, page)
-                    del held.pages[kind][:dead]
-                    held.base[kind] += dead
-
-    def first_page(self, kind: int, position: int) -> int:
-        """Index of the first page that the token at `position` (and all later ones) can see."""
-        window = self.windows[kind]
-        return max(0, position - window + 1) // self.page_size if window else 0
+        # TOKEN pages stand in every node, so only the other kinds ever cut a hit short.
+        self._whole = any(s.scope is Scope.TOKEN for s in specs)
+        self._cutting = tuple(k for k, s in enumerate(specs) if s.scope is not Scope.TOKEN)
 
     # -- prefixes ------------------------------------------------------------------------------
 
-    def match(self, namespace: Namespace, tokens: Sequence[int], limit: int | None = None) -> Match:
-        """The longest prefix (of at most `limit` tokens) that every kind can resume from."""
+    def match(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        limit: int | None = None,
+        count: bool = False,
+    ) -> Match:
+        """The longest prefix (of at most `limit` tokens) that every kind can resume from.
+
+        TOKEN kinds need all its pages, WINDOW kinds the last window, STATE kinds a checkpoint exactly at
+        its end. `count`: enter what cut it short in the counters.
+        """
         path = self._walk(namespace, tokens, len(tokens) if limit is None else limit)
-        size = self.page_size
-        best = 0
-        run_start = [0] * len(self.specs)  # first page of the live run that ends at the current one
-        for depth, node in enumerate(path, start=1):
-            good = True
-            for kind, page in enumerate(node.pages):
-                if not page:
-                    run_start[kind] = depth
-                good &= run_start[kind] <= self.first_page(kind, depth * size)
-            best = depth if good else best
-        kinds = range(len(self.specs))
-        base = tuple(min(best, self.first_page(k, best * size)) for k in kinds)
-        pages = tuple([node.pages[k] for node in path[base[k] : best]] for k in kinds)
-        return Match(best * size, pages, base, path[best - 1] if best else None)
+        best, known, others = self._resume(path)
+        size, last = self.page_size, path[best - 1] if best else None
+        if count:
+            for kind, depth in enumerate(others):
+                self._counters[kind].shortened += max(0, depth - best) * size
+        base = tuple(self._base(kind, best) for kind in range(len(self.specs)))
+        pages = self._pages_of(path[:best], base)
+        return Match(best * size, pages, base, last, known * size)
 
     def _walk(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> list[Node]:
         node = self._roots.get(namespace)
         path: list[Node] = []
+        if node is None:
+            return path
         size = self.page_size
-        for start in range(0, limit // size * size if node else 0, size):
-            node = node.children.get(tuple(tokens[start : start + size]))  # type: ignore[union-attr]
+        tokens = tuple(tokens[:limit])
+        for start in range(0, len(tokens) // size * size, size):
+            node = node.children.get(tokens[start : start + size])
             if node is None:
                 break
             path.append(node)
         return path
 
+    def _resume(self, path: list[Node]) -> tuple[int, int, list[int]]:
+        """Depths in pages at which all kinds can resume, all paged kinds, and all but each kind.
+
+        A depth that is not above the first one may be given as 0.
+        """
+        fits = [(kind, self._fits(kind, path)) for kind in self._cutting]
+        known, others = 0, [0] * len(self.specs)
+        for depth in range(len(path), 0, -1):
+            bad = [kind for kind, fit in fits if not fit[depth - 1]]
+            if not known and all(kind in self.state_kinds for kind in bad):
+                known = depth
+            if not bad:
+                return depth, known, others
+            if len(bad) == 1 and not others[bad[0]]:
+                others[bad[0]] = depth
+        return 0, known, others
+
+    def _fits(self, kind: int, path: list[Node]) -> list[int] | list[bool]:
+        """Whether this kind can resume after each node of the path."""
+        pages = [node.pages[kind] for node in path]
+        if not self.windows[kind]:
+            return pages
+        size, back = self.page_size, self.windows[kind] - 1
+        out, start = [], 0  # first page of the live run that ends at the current one
+        for index, page in enumerate(pages):
+            if not page:
+                start = index + 1
+            out.append(start * size <= max(0, (index + 1) * size - back))
+        return out
+
+    def _base(self, kind: int, depth: int) -> int:
+        """The first sequence page that kind `kind` needs to resume after `depth` pages."""
+        return min(depth, self.first_page(kind, depth * self.page_size))
+
+    def _pages_of(self, path: list[Node], base: Sequence[int]) -> tuple[list[int], ...]:
+        """What each kind needs to resume at the end of the path: pages, or the checkpoint."""
+        return tuple(
+            [node.pages[kind] for node in (path[base[kind] :] if spec.paged else path[-1:])]
+            for kind, spec in enumerate(self.specs)
+        )
+
     def lock(self, match: Match) -> Held:
-        """References to everything in a match: it cannot be evicted until the Held is released."""
+        """References to everything in a match: it cannot be evicted until the Held is released.
+
+        Of STATE kinds they are the source's; `open_states` gives the working slots. Only the match's node
+        counts: RuntimeError (and no change) if not all kinds can resume there, for example because
+        something was evicted since.
+        """
         held = Held(len(self.specs))
-        for kind, pages in enumerate(match.pages):
-            for page in pages:
+        if match.node is None:
+            return held
+        path = path_to(match.node)
+        base = [self._base(kind, len(path)) for kind in range(len(self.specs))]
+        pages = self._pages_of(path, base)
+        for kind, mine in enumerate(pages):
+            owner = self._owner[kind]
+            nodes = path[base[kind] :] if self.specs[kind].paged else path[-1:]
+            if not all(owner.get(p) is n for p, n in zip(mine, nodes, strict=True)):
+                raise RuntimeError(
+                    f"kind {self.specs[kind].name!r} cannot resume after {len(path)} pages: the tree has "
+                    "changed since it was matched; match again"
+                )
+        for kind, mine in enumerate(pages):
+            for page in mine:
                 self.take(kind, page)
-            held.pages[kind] = list(pages)
-            held.base[kind] = match.base[kind]
-        held.node = match.node
-        held.depth = match.length // self.page_size
+            if self.specs[kind].paged:
+                held.pages[kind], held.base[kind] = mine, base[kind]
+            else:
+                held.source[kind] = mine[0]
+        held.node, held.depth = match.node, len(path)
         return held
 
     def insert(
         self, namespace: Namespace, tokens: Sequence[int], length: int, held: Held
     ) -> list[tuple[int, int]]:
-        """Publish the full pages of the first `length` tokens, whose entries have been computed.
+        """Publish what the first `length` tokens left, whose entries have been computed.
 
-        Where the tree has a page already, `held` is rewritten to it. Returns the (kind, sequence page)
-        pairs that were rewritten.
+        These are their full pages and the pending checkpoints up to there. Where the tree has a page
+        already, `held` is rewritten to it; where it has a checkpoint, ours is given up. Returns the
+        (kind, sequence page) pairs that were rewritten. Beyond max_states the shallowest checkpoints
+        above a new one go, but none in use and none at a branch point.
         """
-        size = self.page_size
-        count = length // size
         if held.node is None or not held.node.attached:  # never inserted, or the tree was cleared
             held.node, held.depth = None, 0
         rewritten: list[tuple[int, int]] = []
-        if held.depth >= count:
-            return rewritten
+        ready = [p for p in held.pending if p[0] <= length]
+        count = self._worthwhile(length // self.page_size, held, ready)
+        if held.depth < count:
+            self._grow(namespace, tokens, count, held, rewritten)
+        if ready:
+            assert held.node is not None
+            path = path_to(held.node)
+            for position, slots in ready:
+                self._publish(path[: position // self.page_size], slots)
+            del held.pending[: len(ready)]
+        return rewritten
+
+    def _worthwhile(self, count: int, held: Held, ready: list[tuple[int, list[int]]]) -> int:
+        """How many of the first `count` pages have something to publish in them or below them."""
+        windows = (self.windows[k] and held.base[k] < count for k in self._cutting)
+        if self._whole or any(windows):
+            return count
+        return ready[-1][0] // self.page_size if ready else 0
+
+    def _grow(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        count: int,
+        held: Held,
+        rewritten: list[tuple[int, int]],
+    ) -> None:
+        """Publish the pages from held.depth to `count`."""
+        size, first = self.page_size, held.depth
         node = held.node or self._root(namespace)
         fresh: list[Node] = []  # what a listener hears of; nothing else hangs below a new node
-        for index in range(held.depth, count):
-            key = tuple(tokens[index * size : (index + 1) * size])
+        fed = tuple(tokens[first * size : count * size])
+        for index in range(first, count):
+            key = fed[(index - first) * size : (index - first + 1) * size]
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(node, key, [0] * len(self.specs))
@@ -244,7 +226,6 @@ class PrefixTree:
         held.node, held.depth = node, count
         if fresh:
             self._tell_stored(namespace, fresh)
-        return rewritten
 
     def _root(self, namespace: Namespace) -> Node:
         if namespace not in self._roots:
@@ -252,8 +233,10 @@ class PrefixTree:
         return self._roots[namespace]
 
     def _merge(self, node: Node, held: Held, index: int, rewritten: list[tuple[int, int]]) -> None:
-        """Let `node` and the sequence share one page of each kind."""
+        """Let `node` and the sequence share one page of each paged kind."""
         for kind, theirs in enumerate(node.pages):
+            if kind in self.state_kinds:
+                continue
             place = index - held.base[kind]
             if place < 0:  # behind the window: the sequence has let go of it
                 continue
@@ -262,26 +245,46 @@ class PrefixTree:
                 node.pages[kind] = mine
                 self._owner[kind][mine] = node
                 self.pools[kind].share(mine)
+                self._counters[kind].published += 1
             elif theirs != mine:
                 self.take(kind, theirs)
                 self.give_back(kind, mine)
                 held.pages[kind][place] = theirs
                 rewritten.append((kind, index))
+                self._counters[kind].duplicates += 1
+
+    def _publish(self, path: list[Node], slots: list[int]) -> None:
+        """Give the sequence's reference to checkpoints at the end of `path` to the tree, or give it up."""
+        node = path[-1]
+        for kind in self.state_kinds:
+            slot, counters = slots[kind], self._counters[kind]
+            if node.pages[kind]:
+                self.give_back(kind, slot)
+                counters.duplicates += 1
+                continue
+            node.pages[kind] = slot
+            self._owner[kind][slot] = node
+            if self.pools[kind].refs[slot] == 1:
+                self._idle[kind][slot] = node
+            counters.published += 1
+            if self.max_states:
+                self._thin(path, kind)
+
+    def _thin(self, path: list[Node], kind: int) -> None:
+        """Drop the shallowest checkpoints above the end of `path` until max_states are left on it."""
+        marked = [node for node in path if node.pages[kind]]
+        excess = len(marked) - self.max_states
+        for node in marked[:-1]:
+            if excess <= 0:
+                break
+            if len(node.children) < 2 and node.pages[kind] in self._idle[kind]:
+                self._drop_page(node, kind)
+                self._counters[kind].thinned += 1
+                excess -= 1
 
     def top(self, limit: int) -> list[NodeView]:
         """At most `limit` nodes, those near the roots first; visits no more than these."""
-        queue = deque((root, -1) for root in islice(self._roots.values(), limit))
-        views: list[NodeView] = []
-        while queue:
-            node, parent = queue.popleft()
-            used = any(
-                p and pool.refs[p] > 1 for p, pool in zip(node.pages, self.pools, strict=True)
-            )
-            views.append(NodeView(parent, len(node.children), used))
-            room = max(0, limit - len(views) - len(queue))
-            place = len(views) - 1
-            queue.extend((child, place) for child in islice(node.children.values(), room))
-        return views
+        return views(self._roots.values(), self.specs, self.pools, self.page_size, limit)
 
     # -- eviction ------------------------------------------------------------------------------
 
@@ -292,11 +295,25 @@ class PrefixTree:
         )
         for _ in range(count):
             node = next(iter(self._idle[kind].values()))
-            if self.windows[kind]:
+            if kind in self._cutting:  # the rest of the node stays
                 self._drop_page(node, kind)
+                self._counters[kind].evicted += 1
                 self._prune(node)
             else:
                 self._remove(node)
+
+    def drop_checkpoint(self, namespace: Namespace, tokens: Sequence[int], kind: int) -> bool:
+        """Forget the checkpoint at the end of `tokens`; False if there is none. The pages stay.
+
+        A sequence that reads it goes on doing so: the slot is then its own.
+        """
+        assert kind in self.state_kinds, f"kind {kind} has no checkpoints"
+        path = self._walk(namespace, tokens, len(tokens))
+        if not path or len(path) * self.page_size != len(tokens) or not path[-1].pages[kind]:
+            return False
+        self._drop_page(path[-1], kind)
+        self._prune(path[-1])
+        return True
 
     def clear(self) -> None:
         """Forget every prefix; pages that sequences still hold become their private ones."""
@@ -306,7 +323,7 @@ class PrefixTree:
             owner.clear()
             self._idle[kind].clear()
         for root in self._roots.values():
-            for node in _descend(root):
+            for node in descend(root):
                 node.attached = False
         self._roots.clear()
         if self._listener is not None:
@@ -324,6 +341,7 @@ class PrefixTree:
         for kind, page in enumerate(node.pages):
             if page:
                 self._drop_page(node, kind)
+                self._counters[kind].evicted += 1
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
@@ -347,7 +365,7 @@ class PrefixTree:
             return
         listener(AllBlocksCleared())
         for namespace, root in self._roots.items():
-            for node in _descend(root):
+            for node in descend(root):
                 if node is not root:
                     self._tell_stored(namespace, [node])
 
@@ -368,29 +386,11 @@ class PrefixTree:
 
     def check(self, holders: Iterable[Held] = ()) -> None:
         """Assert every invariant; `holders` are all the Held that exist outside."""
-        seen: list[dict[int, Node]] = [{} for _ in self.specs]
-        for root in self._roots.values():
-            assert root.children, "an empty namespace was kept"
-            for node in _descend(root):
-                assert node.attached and (node is root or node.children or any(node.pages))
-                for kind, page in enumerate(node.pages):
-                    if page:
-                        assert page not in seen[kind], f"page {page} stands in two nodes"
-                        seen[kind][page] = node
-                    else:
-                        assert self.windows[kind] or node is root, "a TOKEN page is missing"
         holders = list(holders)
+        check_nodes(self._roots.values(), self.specs, self._owner)
+        check_holders(holders, self.specs, self.page_size)
         for kind, pool in enumerate(self.pools):
-            assert seen[kind] == self._owner[kind]
-            idle = {page for page in seen[kind] if pool.refs[page] == 1}
-            assert idle == set(self._idle[kind]), "evictable pages are miscounted"
-            held = [page for h in holders for page in h.pages[kind]]
-            pool.check([*held, *seen[kind]])
-
-
-def _descend(root: Node) -> Iterator[Node]:
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        stack.extend(node.children.values())
-        yield node
+            owned = self._owner[kind]
+            idle = {page: node for page, node in owned.items() if pool.refs[page] == 1}
+            assert idle == dict(self._idle[kind]), "evictable pages are miscounted"
+            pool.check([*(page for h in holders for page in h.references(kind)), *owned])

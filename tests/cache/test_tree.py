@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope
-from jaxinfer.cache.tree import Node
+from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope, SlotPool
+from jaxinfer.cache.node import Node
 from jaxinfer.errors import ConfigError
 
 NS: tuple[object, ...] = ("weights", 1)
@@ -176,10 +176,14 @@ def test_flush_frees_everything_after_a_thousand_prompts(size):
     tree.check()
 
 
-def test_what_cannot_be_paged_is_refused():
+def test_what_cannot_work_is_refused():
     state = CacheSpec("recurrent", Scope.STATE, (0,), ())
-    with pytest.raises(ConfigError, match="'recurrent' has scope STATE"):
+    with pytest.raises(ConfigError, match="'recurrent' of scope state needs a SlotPool"):
         PrefixTree([state], 4, [PagePool(4)])
+    with pytest.raises(ConfigError, match="'kind0' of scope token needs a PagePool"):
+        PrefixTree([spec()], 4, [SlotPool(4)])
+    with pytest.raises(ConfigError, match="max_states=-1"):
+        PrefixTree([state], 4, [SlotPool(4)], max_states=-1)
     with pytest.raises(ConfigError, match="no multiple of unit=3"):
         PrefixTree([spec(unit=3)], 4, [PagePool(4)])
     with pytest.raises(ConfigError, match="2 cache kinds"):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.cache import Held, PrefixTree
 from jaxinfer.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from jaxinfer.cache.tree import Node, _descend
+from jaxinfer.cache.node import Node, descend
 from tests.cache.test_tree import compute
 
 Prefix = tuple[tuple[object, ...], tuple[int, ...]]
@@ -51,7 +51,7 @@ class Traffic:
 
 def stored_in(tree: PrefixTree) -> set[Prefix]:
     """Namespace and tokens from the start, for every node of the tree."""
-    nodes = [n for root in tree._roots.values() for n in _descend(root) if n is not root]
+    nodes = [n for root in tree._roots.values() for n in descend(root) if n is not root]
     return {_prefix(node) for node in nodes}
 
 
