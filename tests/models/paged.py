@@ -21,7 +21,7 @@ from jaxinfer.models.registry import get_family
 from jaxinfer.params import ParamSpec, WeightRule
 from jaxinfer.step.state import cache_shapes
 
-PAGE, PAGES_PER_ROW, BLOCK = 16, 4, 16
+PAGE, PAGES_PER_ROW, BLOCK = 16, 12, 16
 
 
 def load(
