@@ -1,4 +1,4 @@
-"""The recorded families (tests/reference/families.py) as checkpoints, for tests of models and engine.
+"""The recorded families (CASES, and WIDE: single layers) as checkpoints, for tests of models and engine.
 
 Draws the weights by published tensor name, as the recording did; nothing here imports the engine.
 """
@@ -16,9 +16,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference.families import CASES, LONG, OLD_STYLE, SHORT, prompt, tensor
+from tests.reference.wide import WIDE
 
-__all__ = ["CASES", "COMPOSITES", "OLD_STYLE", "Recording", "load_case", "load_config"]
-__all__ += ["composite", "write_case"]
+__all__ = ["CASES", "COMPOSITES", "OLD_STYLE", "WIDE", "Recording", "composite", "load_case"]
+__all__ += ["load_config", "write_case"]
 
 RECORDINGS = Path(__file__).parent.parent / "reference" / "families.npz"
 # Cases that are published as the text part of a model with eyes: class, model_type, model_type of

@@ -89,6 +89,7 @@ _MROPE = _ROPE | {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
+_ZERO_CENTRED = ("qwen3_next", "qwen3_5", "wide_gdn", "wide_gated_attention")
 _SPARSE = ["dense", "sparse", "sparse", "sparse"]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -378,14 +379,14 @@ def _range(case: str, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     if leaf == "bias" or leaf.endswith("_bias"):
         return 0.0, 0.35
     if "norm" in name:
-        zero = case.startswith(("qwen3_next", "qwen3_5")) and "linear_attn.norm" not in name
+        zero = case.startswith(_ZERO_CENTRED) and "linear_attn.norm" not in name
         return (0.0 if zero else 1.0), 0.35
     if "conv1d" in name or ".conv.conv." in name:
         return 0.0, 0.85
     if "embed" in name:
         return 0.0, 1.7
     # The expert tensors of gpt-oss are [experts, in, out]; all others are [..., out, in].
-    fan_in = shape[-2] if case == "gpt_oss" and ".experts." in name else shape[-1]
+    fan_in = shape[-2] if case in ("gpt_oss", "wide_sinks") and ".experts." in name else shape[-1]
     return 0.0, 1.2 * math.sqrt(3.0 / fan_in)
 
 

@@ -1,4 +1,4 @@
-"""Record what PyTorch's transformers computes for every case of families.py, into families.npz.
+"""Record what PyTorch's transformers computes for the cases of families.py and wide.py: families.npz.
 
     python tests/reference/record_families.py [CASE ...]
 
@@ -27,8 +27,10 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from families import CASES, GREEDY, LONG, OLD_STYLE, SHORT, STRIDE, prompt, tensor
 from safetensors.numpy import load_file, save_file  # pyright: ignore[reportMissingImports]
+from wide import WIDE
 
 HERE = Path(__file__).parent
+ALL = CASES | WIDE
 # Where save_pretrained does not give the published names back (from_pretrained takes both).
 PUBLISHED = {"kimi_linear": [(r"\.block_sparse_moe\.(gate_proj|up_proj|down_proj)\.", r".mlp.\1.")]}
 # Buffers in the file that follow from the config: no implementation need read them.
@@ -40,13 +42,13 @@ DRAFTED = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 def published(case: str, folder: Path) -> dict[str, list[int]]:
     """Write the case's checkpoint with drawn weights; gives its names and shapes."""
-    architecture, kind, fields = CASES[case]
+    architecture, kind, fields = ALL[case]
     config = transformers.AutoConfig.for_model(kind, **fields)
     getattr(transformers, architecture)(config).save_pretrained(folder)
     path = folder / "model.safetensors"
     shapes, drawn = {}, {}
     for name, value in load_file(path).items():
-        for pattern, replacement in PUBLISHED.get(case, []):
+        for pattern, replacement in PUBLISHED.get(ALL[case][1], []):
             name = re.sub(pattern, replacement, name)
         shapes[name] = list(value.shape)
         derived = name.rsplit(".", 1)[-1] in DERIVED
@@ -102,7 +104,7 @@ def draft_tensors(case: str, shapes: dict[str, list[int]]) -> dict[str, list[int
 
 
 def load(case: str, folder: Path) -> Any:
-    model, info = getattr(transformers, CASES[case][0]).from_pretrained(
+    model, info = getattr(transformers, ALL[case][0]).from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -173,7 +175,7 @@ def main() -> int:
     path = HERE / "families.npz"
     arrays = dict(np.load(path)) if sys.argv[1:] and path.exists() else {}
     failed = []
-    for case in sys.argv[1:] or list(CASES):
+    for case in sys.argv[1:] or list(ALL):
         try:
             for key, value in record(case).items():
                 arrays[f"{case}/{key}"] = value
