@@ -29,8 +29,13 @@ from pallas_kernels import reference, sparse
 _SOURCES = Path(__file__).parent / "cpu"
 _TARGETS = (
     "jaxinfer_matmul",
+    "jaxinfer_grouped_matmul",
     "jaxinfer_paged_attention",
+    "jaxinfer_latent_attention",
+    "jaxinfer_selected_attention",
+    "jaxinfer_index_select",
     "jaxinfer_kv_write",
+    "jaxinfer_page_write",
     "jaxinfer_rms_norm",
 )
 _COMPILERS = ("g++", "clang++", "c++")
@@ -189,21 +194,77 @@ def paged_attention(
     softcap: float,
 ) -> jax.Array:
     """See ops.paged_attention; all float arrays are float32."""
-    if sinks is not None:
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        return reference.paged_attention(q, k_pool, v_pool, tables, base, start, sinks, **options)
-    return _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap)
+    return _attention(q, k_pool, v_pool, tables, base, start, sinks, scale, window, softcap)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
-def _attention(q, k_pool, v_pool, tables, base, start, scale, window, softcap) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(7, 8, 9))
+def _attention(q, k_pool, v_pool, tables, base, start, sinks, scale, window, softcap) -> jax.Array:
     attrs = {
         "window": np.int64(window),
         "scale": np.float32(scale),
         "softcap": np.float32(softcap),
     }
+    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks
     call = _call("jaxinfer_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(q, k_pool, v_pool, tables, base, start, **attrs)
+    return call(q, k_pool, v_pool, tables, base, start, sinks, **attrs)
+
+
+def latent_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    *,
+    value_dim: int,
+    scale: float,
+) -> jax.Array:
+    """See ops.latent_attention; all float arrays are float32."""
+    return _latent_attention(q, pool, tables, base, start, value_dim, scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5, 6))
+def _latent_attention(q, pool, tables, base, start, value_dim, scale) -> jax.Array:
+    result = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), jnp.float32)
+    call = _call("jaxinfer_latent_attention", result)
+    return call(q, pool, tables, base, start, scale=np.float32(scale))
+
+
+def selected_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    chosen: jax.Array,
+    *,
+    value_dim: int,
+    scale: float,
+) -> jax.Array:
+    """See ops.selected_attention; all float arrays are float32."""
+    return _selected_attention(q, pool, tables, base, chosen, value_dim, scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5, 6))
+def _selected_attention(q, pool, tables, base, chosen, value_dim, scale) -> jax.Array:
+    result = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), jnp.float32)
+    call = _call("jaxinfer_selected_attention", result)
+    return call(q, pool, tables, base, chosen, scale=np.float32(scale))
+
+
+def index_select(
+    q: jax.Array,
+    w: jax.Array,
+    pool: jax.Array,
+    tables: jax.Array,
+    base: jax.Array,
+    start: jax.Array,
+    *,
+    topk: int,
+    scale: float,
+) -> jax.Array:
+    """See ops.index_select; all float arrays are float32."""
+    call = _call("jaxinfer_index_select", jax.ShapeDtypeStruct((*q.shape[:2], topk), jnp.int32))
+    return call(q, w, pool, tables, base, start, scale=np.float32(scale))
 
 
 @jax.custom_jvp
@@ -222,15 +283,18 @@ def kv_write(
     return k_pool, v_pool
 
 
-# No faster forms yet.
-latent_attention = reference.latent_attention
-page_write = reference.page_write
-index_select = sparse.index_select
-selected_attention = sparse.selected_attention
+@jax.custom_jvp
+def page_write(pool: jax.Array, x: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """See ops.page_write; all float arrays are float32."""
+    result = jax.ShapeDtypeStruct(pool.shape, jnp.float32)
+    return _call("jaxinfer_page_write", result, input_output_aliases={0: 0})(pool, x, page, offset)
 
 
+@jax.custom_jvp
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    return reference.grouped_matmul(x, w, sizes, jnp.dtype(jnp.float32))
+    """float32 x[M, K], w[E, K, N], sizes i32[E]; see ops.grouped_matmul."""
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), jnp.float32)
+    return _call("jaxinfer_grouped_matmul", result)(x, w, sizes)
 
 
 def _call(target: str, result: Any, **options: Any) -> Callable[..., Any]:
@@ -240,7 +304,19 @@ def _call(target: str, result: Any, **options: Any) -> Callable[..., Any]:
 @_attention.defjvp
 def _attention_jvp(scale, window, softcap, primals, tangents):
     options = {"scale": scale, "window": window, "softcap": softcap}
-    return jax.jvp(partial(reference.paged_attention, sinks=None, **options), primals, tangents)
+    return jax.jvp(partial(reference.paged_attention, **options), primals, tangents)
+
+
+@_latent_attention.defjvp
+def _latent_attention_jvp(value_dim, scale, primals, tangents):
+    options = {"value_dim": value_dim, "scale": scale}
+    return jax.jvp(partial(reference.latent_attention, **options), primals, tangents)
+
+
+@_selected_attention.defjvp
+def _selected_attention_jvp(value_dim, scale, primals, tangents):
+    options = {"value_dim": value_dim, "scale": scale}
+    return jax.jvp(partial(sparse.selected_attention, **options), primals, tangents)
 
 
 @_rms_norm.defjvp
@@ -249,5 +325,8 @@ def _rms_norm_jvp(eps, primals, tangents):
 
 
 kv_write.defjvp(partial(jax.jvp, reference.kv_write))
-matmul.defjvp(partial(jax.jvp, partial(reference.matmul, out_dtype=jnp.dtype(jnp.float32))))
-matmul_t.defjvp(partial(jax.jvp, partial(reference.matmul_t, out_dtype=jnp.dtype(jnp.float32))))
+page_write.defjvp(partial(jax.jvp, reference.page_write))
+_FLOAT32 = {"out_dtype": jnp.dtype(jnp.float32)}
+matmul.defjvp(partial(jax.jvp, partial(reference.matmul, **_FLOAT32)))
+matmul_t.defjvp(partial(jax.jvp, partial(reference.matmul_t, **_FLOAT32)))
+grouped_matmul.defjvp(partial(jax.jvp, partial(reference.grouped_matmul, **_FLOAT32)))

@@ -1,8 +1,9 @@
-// Causal attention over paged keys and values, and the write of new entries to their pages.
+// Attention over paged keys and values: over all that precede a query, or over those that a list names
+// (then "position" below is a place in the list). Keys and values may be the same entries.
 // Keys are taken in chunks that start at multiples of kChunk, chunks in segments that start at multiples
 // of kSegment, each segment with its own running maximum; segments are merged in order. So a query's
 // result never depends on the other rows, on the split of the work, or on how its prompt was chunked.
-// Never reads a table entry outside the table; what unseen places hold, NaN included, never matters.
+// What unseen places hold, NaN included, never matters.
 #pragma once
 
 #include <cmath>
@@ -10,11 +11,13 @@
 #include <vector>
 
 #include "matmul.h"
+#include "pages.h"
 
-constexpr int64_t kChunk = 64;     // keys of one step of the online softmax; 2 * kLanes divides it
 constexpr int64_t kSegment = 512;  // keys of one independent partial result
-constexpr int64_t kQueries = 16;   // positions of one tile
-constexpr int64_t kFewTiles = 8;   // below this, segments are spread over the cores
+constexpr int64_t kQueries = 16;   // most positions of one tile,
+constexpr int64_t kTileRows = 128;  // and rows, a head of a position each, while it has several
+constexpr int64_t kFewTiles = 8;   // below this, segments are spread over the cores,
+constexpr int64_t kWave = 64;      // so many at a time
 constexpr float kLowest = -1e30f;  // a finite running maximum: exp(m - m) is 1, never NaN
 
 INLINE vf exp(vf x) {
@@ -61,15 +64,21 @@ inline void small_matmul(int64_t rows, int64_t depth, const float* x, int64_t ld
 
 struct Attention {
   const float *q, *k_pool, *v_pool;
-  const int32_t *tables, *base, *start;
+  Pages at_page;
+  const int32_t *start, *chosen;  // one of the two is null; chosen[rows, queries, listed]
+  const float* sinks;             // a logit of each head, or null
   float* out;
-  int64_t rows, queries, heads, dim, kv_heads, page, pages, pool_pages, window;
+  int64_t rows, queries, heads, dim, value_dim, listed, window;
   float scale, softcap;
 
-  int64_t group() const { return heads / kv_heads; }
-  int64_t wide() const { return round_up(dim, kLanes); }
+  int64_t group() const { return heads / at_page.heads; }
+  int64_t wide() const { return round_up(value_dim, kLanes); }
   // One partial result: m, sum and acc of every query and head of a tile.
   int64_t partial_size(int64_t count) const { return count * group() * (wide() + 2); }
+  int64_t tile_queries() const {
+    int64_t most = chosen ? 1 : std::min({queries, kQueries, kTileRows / group()});
+    return std::max<int64_t>(1, most);
+  }
 
   int64_t oldest(int64_t pos) const { return window ? std::max<int64_t>(0, pos - window + 1) : 0; }
 
@@ -78,56 +87,37 @@ struct Attention {
     int64_t pos;                 // position of the first query
   };
 
+  const int32_t* list(const Tile& t) const { return chosen + (t.n * queries + t.first) * listed; }
+
   // at[i] = where key chunk + i lies in a pool, or -1: not in [from, to), or on no page of the table.
   void places(const Tile& t, int64_t chunk, int64_t from, int64_t to, int64_t* at) const {
-    int64_t index = chunk / page - base[t.n], offset = chunk % page;
-    for (int64_t i = 0; i < kChunk; ++index, offset = 0) {
-      int64_t id = index >= 0 && index < pages ? tables[t.n * pages + index] : 0;
-      bool held = id > 0 && id < pool_pages;
-      const int64_t origin = (id * kv_heads + t.h) * page * dim;
-      for (; offset < page && i < kChunk; ++offset, ++i) {
-        bool wanted = held && chunk + i >= from && chunk + i < to;
-        at[i] = wanted ? origin + offset * dim : -1;
-      }
+    if (!chosen) return at_page.places(t.n, t.h, chunk, from, to, at);
+    for (int64_t i = 0; i < kChunk; ++i) {
+      int64_t position = chunk + i >= from && chunk + i < to ? list(t)[chunk + i] : -1;
+      at[i] = position < 0 ? -1 : at_page.place(t.n, t.h, position);
     }
   }
 
   INLINE void fetch(int64_t at) const {
-    if (at < 0) return;
-    for (int64_t d = 0; d < dim; d += 16) {  // 16 floats are a cache line
-      __builtin_prefetch(k_pool + at + d, 0, 2);
-      __builtin_prefetch(v_pool + at + d, 0, 2);
-    }
+    at_page.fetch(k_pool, at);
+    if (v_pool != k_pool) at_page.fetch(v_pool, at);
   }
 
   // One chunk's keys (transposed) and values; meanwhile those at `next` are fetched.
   void gather(const int64_t* at, const int64_t* next, float* kt, float* v) const {
     const int64_t w = wide();
     for (int64_t i = 0; i < kChunk; i += kLanes) {
-      bool all = true;
       for (int64_t l = i; l < i + kLanes; ++l) {
         fetch(next[l]);
-        all = all && at[l] >= 0;
         if (at[l] < 0) {
           std::memset(v + l * w, 0, w * sizeof(float));
-        } else if (dim == w) {
+        } else if (value_dim == w) {
           for (int64_t d = 0; d < w; d += kLanes) store(v + l * w + d, load(v_pool + at[l] + d));
         } else {
-          std::memcpy(v + l * w, v_pool + at[l], dim * sizeof(float));
+          std::memcpy(v + l * w, v_pool + at[l], value_dim * sizeof(float));
         }
       }
-      int64_t d = 0;
-      for (; all && d + kLanes <= dim; d += kLanes) {
-        vf r[kLanes];
-#pragma GCC unroll 16
-        for (int64_t l = 0; l < kLanes; ++l) r[l] = load(k_pool + at[i + l] + d);
-        transpose(r);
-#pragma GCC unroll 16
-        for (int64_t l = 0; l < kLanes; ++l) store(kt + (d + l) * kChunk + i, r[l]);
-      }
-      for (; d < dim; ++d)
-        for (int64_t l = i; l < i + kLanes; ++l)
-          kt[d * kChunk + l] = at[l] < 0 ? 0.0f : k_pool[at[l] + d];
+      at_page.transposed(k_pool, at + i, kt + i);
     }
   }
 
@@ -225,50 +215,65 @@ struct Attention {
     int64_t g = group(), w = wide(), r = t.count * g;
     const float* total = all + r * w + r;
     for (int64_t i = 0; i < r; ++i) {
-      float* to = out + ((t.n * queries + t.first + i / g) * heads + t.h * g + i % g) * dim;
+      float* to = out + ((t.n * queries + t.first + i / g) * heads + t.h * g + i % g) * value_dim;
       float by = total[i] == 0.0f ? 0.0f : 1.0f / total[i];
-      for (int64_t d = 0; d < dim; ++d) to[d] = total[i] == 0.0f ? 0.0f : all[i * w + d] * by;
+      for (int64_t d = 0; d < value_dim; ++d) to[d] = total[i] == 0.0f ? 0.0f : all[i * w + d] * by;
     }
   }
 
   // First and one past the last segment that the tile sees; keys beyond the table are not held.
   std::pair<int64_t, int64_t> segments(const Tile& t) const {
-    int64_t last = std::min(t.pos + t.count - 1, (base[t.n] + pages) * page - 1);
-    int64_t first = std::max(oldest(t.pos), base[t.n] * page);
+    int64_t first = oldest(t.pos), last = t.pos + t.count - 1;
+    if (!chosen) {
+      first = std::max(first, at_page.first(t.n));
+      last = std::min(last, at_page.end(t.n) - 1);
+    }
     return {first / kSegment, last < first ? first / kSegment : last / kSegment + 1};
   }
 
+  int64_t tiles() const {
+    return rows * at_page.heads * ((queries + tile_queries() - 1) / tile_queries());
+  }
+
   Tile tile_at(int64_t index) const {
-    int64_t blocks = (queries + kQueries - 1) / kQueries;
+    int64_t most = tile_queries(), blocks = (queries + most - 1) / most;
     Tile t;
-    t.first = index % blocks * kQueries;
-    t.h = index / blocks % kv_heads;
-    t.n = index / blocks / kv_heads;
-    t.count = std::min(kQueries, queries - t.first);
-    t.pos = start[t.n] + t.first;
+    t.first = index % blocks * most;
+    t.h = index / blocks % at_page.heads;
+    t.n = index / blocks / at_page.heads;
+    t.count = std::min(most, queries - t.first);
+    if (chosen) {
+      for (t.pos = listed - 1; t.pos >= 0 && list(t)[t.pos] < 0;) --t.pos;
+    } else {
+      t.pos = start[t.n] + t.first;
+    }
     return t;
   }
 
   int64_t work_size() const {
-    int64_t r = kQueries * group();
+    int64_t r = tile_queries() * group();
     return r * dim + dim * kChunk + kChunk * wide() + r * kChunk;
   }
 
-  void clear(int64_t r, float* all) const {
-    std::fill(all, all + r * wide(), 0.0f);
-    std::fill(all + r * wide(), all + r * wide() + r, kLowest);
-    std::fill(all + r * wide() + r, all + r * wide() + 2 * r, 0.0f);
+  // The sums before any key; a sink is a weight that came first and had no value.
+  void clear(const Tile& t, float* all) const {
+    int64_t g = group(), r = t.count * g;
+    float *m = all + r * wide(), *total = m + r;
+    std::fill(all, m, 0.0f);
+    for (int64_t i = 0; i < r; ++i) {
+      m[i] = sinks ? std::max(sinks[t.h * g + i % g], kLowest) : kLowest;
+      total[i] = sinks ? 1.0f : 0.0f;
+    }
   }
 
   void run(ffi::ThreadPool& pool) const {
-    int64_t tiles = rows * kv_heads * ((queries + kQueries - 1) / kQueries);
-    if (tiles < kFewTiles) return run_segments(pool, tiles);
-    parallel(pool, tiles, [&](int64_t i) {
+    if (tiles() < kFewTiles) return run_segments(pool);
+    parallel(pool, tiles(), [&](int64_t i) {
       Tile t = tile_at(i);
       auto [a, b] = segments(t);
       int64_t size = partial_size(t.count), r = t.count * group();
       float *all = scratch(2 * size + work_size()), *part = all + size;
-      clear(r, all);
+      clear(t, all);
       for (int64_t s = a; s < b; ++s) {
         partial(t, s * kSegment, part, part + size);
         merge(r, all, part);
@@ -278,37 +283,29 @@ struct Attention {
   }
 
   // The same sums with every segment a task of its own: few rows with long contexts use every core.
-  void run_segments(ffi::ThreadPool& pool, int64_t tiles) const {
-    std::vector<std::pair<Tile, int64_t>> tasks;
-    for (int64_t i = 0; i < tiles; ++i) {
-      auto [a, b] = segments(tile_at(i));
-      for (int64_t s = a; s < b; ++s) tasks.push_back({tile_at(i), s * kSegment});
+  void run_segments(ffi::ThreadPool& pool) const {
+    std::vector<Tile> tile(tiles());
+    std::vector<std::pair<int64_t, int64_t>> tasks;  // of which tile, from which key on
+    int64_t size = partial_size(tile_queries());
+    std::vector<float> all(tile.size() * size);
+    for (int64_t i = 0; i < int64_t(tile.size()); ++i) {
+      tile[i] = tile_at(i);
+      clear(tile[i], &all[i * size]);
+      auto [a, b] = segments(tile[i]);
+      for (int64_t s = a; s < b; ++s) tasks.push_back({i, s * kSegment});
     }
-    int64_t size = partial_size(std::min(kQueries, queries));
-    std::vector<float> parts((tasks.size() + 1) * size);
-    parallel(pool, tasks.size(), [&](int64_t i) {
-      partial(tasks[i].first, tasks[i].second, &parts[i * size], scratch(work_size()));
-    });
-    float *all = &parts[tasks.size() * size], *part = parts.data();
-    for (int64_t i = 0; i < tiles; ++i) {
-      Tile t = tile_at(i);
-      auto [a, b] = segments(t);
-      clear(t.count * group(), all);
-      for (int64_t s = a; s < b; ++s, part += size) merge(t.count * group(), all, part);
-      finish(t, all);
+    int64_t left = tasks.size();
+    std::vector<float> parts(std::min(left, kWave) * size);
+    for (auto* wave = tasks.data(); left > 0; wave += kWave, left -= kWave) {
+      int64_t count = std::min(left, kWave);
+      parallel(pool, count, [&](int64_t i) {
+        partial(tile[wave[i].first], wave[i].second, &parts[i * size], scratch(work_size()));
+      });
+      for (int64_t i = 0; i < count; ++i) {
+        int64_t of = wave[i].first;
+        merge(tile[of].count * group(), &all[of * size], &parts[i * size]);
+      }
     }
+    for (int64_t i = 0; i < int64_t(tile.size()); ++i) finish(tile[i], &all[i * size]);
   }
 };
-
-// Copies the entries of `tokens` tokens to their pages in one pool; ids outside it are left out.
-inline void write_entries(float* pool, const float* entries, const int32_t* page,
-                          const int32_t* offset, int64_t tokens, int64_t heads, int64_t page_size,
-                          int64_t pages, int64_t dim) {
-  for (int64_t t = 0; t < tokens; ++t) {
-    int64_t p = page[t], o = offset[t];
-    if (p < 0 || p >= pages || o < 0 || o >= page_size) continue;
-    for (int64_t h = 0; h < heads; ++h)
-      std::memcpy(pool + ((p * heads + h) * page_size + o) * dim, entries + (t * heads + h) * dim,
-                  dim * sizeof(float));
-  }
-}

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "parallel.h"
 #include "vec.h"
@@ -187,12 +188,53 @@ struct Matmul {
     (void)((rows == I + 1 && (columns<I + 1>(j, end), true)) || ...);
   }
 
+  // One of `parts` parts of the columns.
+  void columns(int64_t part, int64_t parts, int64_t vectors) const {
+    columns(vectors * part / parts * kLanes, std::min(n, vectors * (part + 1) / parts * kLanes),
+            MakeSeq<kTileM>::type{});
+  }
+
   void run(ffi::ThreadPool& pool) const {
     int64_t vectors = (n + kLanes - 1) / kLanes;
     int64_t tasks = std::min(vectors, tasks_for(pool, k * n, kTaskWork));
-    parallel(pool, tasks, [&](int64_t t) {
-      columns(vectors * t / tasks * kLanes, std::min(n, vectors * (t + 1) / tasks * kLanes),
-              MakeSeq<kTileM>::type{});
+    parallel(pool, tasks, [&](int64_t t) { columns(t, tasks, vectors); });
+  }
+};
+
+// Rows of x[M, K] sorted by group, each times its group's w[E][K, N]: a `Matmul` of every group that has
+// rows, all of them cut into columns by their work. Rows beyond the groups' sum are zeros.
+struct GroupedMatmul {
+  const float* x;
+  const float* w;
+  const int32_t* sizes;
+  float* out;
+  int64_t m, k, n, groups;
+
+  void run(ffi::ThreadPool& pool) const {
+    struct Task {
+      Matmul of;
+      int64_t part, parts;
+    };
+    std::vector<Matmul> touched;
+    int64_t row = 0, total = 0, vectors = (n + kLanes - 1) / kLanes;
+    // Reading a weight takes about as long as eight rows' sums with it.
+    auto work = [&](int64_t rows) { return k * n * (8 + rows) / 8; };
+    for (int64_t e = 0; e < groups; ++e) {
+      int64_t count = std::clamp<int64_t>(sizes[e], 0, m - row);
+      if (!count) continue;
+      touched.push_back({x + row * k, w + e * k * n, out + row * n, count, k, n});
+      total += work(count);
+      row += count;
+    }
+    std::fill(out + row * n, out + m * n, 0.0f);
+    int64_t wanted = tasks_for(pool, total, kTaskWork);
+    std::vector<Task> tasks;
+    for (const Matmul& of : touched) {
+      int64_t parts = std::min(vectors, 1 + wanted * work(of.m) / (total + 1));
+      for (int64_t i = 0; i < parts; ++i) tasks.push_back({of, i, parts});
+    }
+    parallel(pool, tasks.size(), [&](int64_t i) {
+      tasks[i].of.columns(tasks[i].part, tasks[i].parts, vectors);
     });
   }
 };
