@@ -37,6 +37,8 @@ _TARGETS = (
     "jaxinfer_kv_write",
     "jaxinfer_page_write",
     "jaxinfer_rms_norm",
+    "jaxinfer_delta",
+    "jaxinfer_conv",
 )
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")

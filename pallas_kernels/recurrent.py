@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import recurrent_exact
+from pallas_kernels import recurrent_native as native
 from pallas_kernels import recurrent_reference as reference
-from pallas_kernels.dispatch import Impl
+from pallas_kernels.dispatch import Impl, choose
 
 EXACT = recurrent_exact.EXACT  # positions of a canonical block of delta_exact
 _F32 = jnp.dtype(jnp.float32)
@@ -51,7 +52,9 @@ def delta_chunk(
     """
     _check_delta(q, k, v, g, beta, pool)
     _check_places(q.shape[0], read=read, write=write, length=length)
-    return reference.delta_chunk(q, k, v, g, beta, pool, read, write, length)
+    floats = [x for x in (q, k, v, g, beta, pool) if x is not None]
+    form = native if choose("delta_chunk", impl, *floats) == "native" else reference
+    return form.delta_chunk(q, k, v, g, beta, pool, read, write, length)
 
 
 def delta_step(
@@ -71,7 +74,9 @@ def delta_step(
     """
     _check_delta(q, k, v, g, beta, pool)
     _check_places(q.shape[0], read=read, write=write)
-    return reference.delta_step(q, k, v, g, beta, pool, read, write)
+    floats = [x for x in (q, k, v, g, beta, pool) if x is not None]
+    form = native if choose("delta_step", impl, *floats) == "native" else reference
+    return form.delta_step(q, k, v, g, beta, pool, read, write)
 
 
 def delta_exact(
@@ -147,7 +152,8 @@ def conv_chunk(
     """
     _check_conv(x, w, pool)
     _check_places(x.shape[0], read=read, write=write, length=length)
-    return reference.conv_chunk(x, w, pool, read, write, length)
+    form = native if choose("conv_chunk", impl, x, w, pool) == "native" else reference
+    return form.conv_chunk(x, w, pool, read, write, length)
 
 
 def conv_step(
@@ -162,7 +168,8 @@ def conv_step(
     """conv_chunk for one token of each row: x [R, channels]; returns the pool and y [R, channels]."""
     _check_conv(x, w, pool)
     _check_places(x.shape[0], read=read, write=write)
-    return reference.conv_step(x, w, pool, read, write)
+    form = native if choose("conv_step", impl, x, w, pool) == "native" else reference
+    return form.conv_step(x, w, pool, read, write)
 
 
 def _check_delta(

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "dots.h"
 #include "norm.h"
+#include "recurrent_entry.h"
 #include "select.h"
 
 using F32 = ffi::Buffer<ffi::F32>;
