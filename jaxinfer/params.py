@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -31,6 +32,8 @@ class WeightRule:
         rows: (start, stop) on axis 0 of a single source, for fused checkpoints that must be split.
         stack: sources form so many groups of equal size, in order; each group is one entry of a new leading
             axis (one expert of many), to which the other fields apply. 0: no such axis.
+        stride: entries of a stack share all sources, and entry i has `rows` moved on by i times this.
+        others: rules for other files of the same class that keep the leaf otherwise, see `for_file`.
     """
 
     sources: tuple[str, ...]
@@ -38,9 +41,19 @@ class WeightRule:
     transpose: bool = False
     rows: tuple[int, int] | None = None
     stack: int = 0
+    stride: int = 0
+    others: tuple[WeightRule, ...] = ()
+
+    def for_file(self, names: Collection[str]) -> WeightRule:
+        """The first of this rule and `others` whose tensors are all among `names`; this one if none is."""
+        whole = (r for r in (self, *self.others) if all(s in names for s in r.sources))
+        return next(whole, self)
 
     def entry(self, index: int) -> WeightRule:
         """The rule of one entry of a stacked leaf."""
+        if self.rows and self.stride:
+            start, stop = (row + index * self.stride for row in self.rows)
+            return WeightRule(self.sources, self.concat, self.transpose, (start, stop))
         size = len(self.sources) // self.stack
         part = self.sources[index * size : (index + 1) * size]
         return WeightRule(part, self.concat, self.transpose, self.rows)

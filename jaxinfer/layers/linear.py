@@ -28,6 +28,15 @@ def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
     return y if b is None else y + b
 
 
+def head_linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[T, H, F]: head h of x[T, H, D] @ w[h] of w[H, D, F], in x's dtype."""
+    tokens, heads, dim = x.shape
+    sizes = jnp.full(heads, tokens, jnp.int32)
+    with full_precision(x.dtype):
+        y = pallas_kernels.grouped_matmul(x.swapaxes(0, 1).reshape(-1, dim), w, sizes)
+    return y.reshape(heads, tokens, -1).swapaxes(0, 1)
+
+
 def unembed(x: jax.Array, w: jax.Array, *, transposed: bool) -> jax.Array:
     """float32 logits [N, V] of x[N, D]; w is [D, V], or the embedding [V, D] if `transposed`."""
     product = pallas_kernels.matmul_t if transposed else pallas_kernels.matmul

@@ -1,6 +1,6 @@
-"""RMS norms: three ways to apply the weight, all with float32 statistics.
+"""RMS norms in three ways to apply the weight, and the layer norm; all with float32 statistics.
 
-They differ only in rounding (A, B) and in the weight's zero (C). Called by models and by q/k norms.
+The three differ only in rounding (A, B) and in the weight's zero (C). Called by models and by q/k norms.
 """
 
 from __future__ import annotations
@@ -24,3 +24,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str) -> jax.Arra
         return weight * normed.astype(x.dtype)
     weight = weight.astype(jnp.float32)
     return (normed * (weight if kind == "B" else 1.0 + weight)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32, cast to x's dtype."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - x32.mean(axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normed * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary embeddings: angles for a step's tokens, and the half-rotated turn of q and k.
+"""Rotary embeddings: angles for a step's tokens, and the turn of q and k, of halves or of pairs.
 
 Frequencies are made in float64 on the host; only length-dependent types (dynamic, longrope) choose
 among them on the device, by the length that fixes the token's request (Batch.rope_length).
@@ -52,10 +52,17 @@ def rope_table(
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the first 2 * cos.shape[-1] dims of x[T, H, head_dim]; float32 inside, x's dtype out."""
+def apply_rope(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False
+) -> jax.Array:
+    """Turn the first 2 * cos.shape[-1] dims of x[T, H, head_dim]; float32 inside, x's dtype out.
+
+    interleaved: dims 2i and 2i + 1 turn together, not i and i + half. They come out as all even dims and then
+    all odd ones: the product of a turned q and a turned k is the same in either order.
+    """
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    x32 = x[..., : 2 * half].astype(jnp.float32)
+    a, b = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], -1)
