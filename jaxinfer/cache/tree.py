@@ -282,9 +282,11 @@ class PrefixTree(Ledger):
                 self._counters[kind].thinned += 1
                 excess -= 1
 
-    def top(self, limit: int) -> list[NodeView]:
+    def inspect(self, limit: int) -> list[NodeView]:
         """At most `limit` nodes, those near the roots first; visits no more than these."""
         return views(self._roots.values(), self.specs, self.pools, self.page_size, limit)
+
+    top = inspect
 
     # -- eviction ------------------------------------------------------------------------------
 

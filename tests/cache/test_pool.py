@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxinfer.cache import PagePool
+from jaxinfer.cache import PagePool, SlotPool
 from jaxinfer.errors import CapacityError
 
 
@@ -41,6 +41,21 @@ def test_releasing_twice_and_sharing_a_free_page_are_caught():
         pool.share(1)
 
 
+def test_slots_are_counted_like_pages_and_errors_say_slots():
+    pool = SlotPool(4)
+    assert pool.num_slots == 4 and PagePool(5).num_pages == 5
+    assert sorted(pool.alloc(3)) == [1, 2, 3]
+    with pytest.raises(CapacityError, match="1 slots wanted, 0 of 3 are free"):
+        pool.alloc(1)
+    with pytest.raises(CapacityError, match="num_slots=1 is below 2: slot 0 is reserved"):
+        SlotPool(1)
+    pool.release(2)
+    for act in (pool.release, pool.share):
+        with pytest.raises(AssertionError, match="slot 2 "):
+            act(2)
+    pool.check([1, 3])
+
+
 def test_check_finds_a_lost_reference():
     pool = PagePool(4)
     pages = pool.alloc(2)
@@ -49,9 +64,10 @@ def test_check_finds_a_lost_reference():
         pool.check(pages[:1])
 
 
-def test_ten_thousand_random_operations():
+@pytest.mark.parametrize("pool", [PagePool(24), SlotPool(24)])
+def test_ten_thousand_random_operations(pool: PagePool | SlotPool):
     """R-PFX-04."""
-    rng, pool, owners = random.Random(0), PagePool(24), []
+    rng, owners = random.Random(0), []
     for step in range(10_000):
         action = rng.randrange(3)
         if action == 0:

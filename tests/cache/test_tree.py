@@ -1,4 +1,4 @@
-"""PrefixTree against a brute-force oracle, and its rules one by one."""
+"""PrefixTree: the rules of paged kinds one by one (test_oracle.py has them all at once)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import pytest
 
 from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope, SlotPool
-from jaxinfer.cache.node import Node
 from jaxinfer.errors import ConfigError
 
 NS: tuple[object, ...] = ("weights", 1)
@@ -191,93 +190,3 @@ def test_what_cannot_work_is_refused():
     no_window = CacheSpec("w", Scope.WINDOW, (0,), ())
     with pytest.raises(ConfigError, match="window=0"):
         PrefixTree([no_window], 4, [PagePool(4)])
-
-
-class Oracle:
-    """Everything that was ever published and not evicted: {(namespace, prefix): pages by kind}."""
-
-    def __init__(self, windows: tuple[int, ...], size: int) -> None:
-        self.windows, self.size = windows, size
-        self.pages: dict[tuple, list[int]] = {}
-
-    def match(self, namespace: tuple[object, ...], tokens: list[int]) -> int:
-        for h in range(len(tokens) // self.size * self.size, 0, -self.size):
-            if all(self._resumes(namespace, tokens, h, k) for k in range(len(self.windows))):
-                return h
-        return 0
-
-    def _resumes(self, namespace: tuple[object, ...], tokens: list[int], h: int, kind: int) -> bool:
-        window = self.windows[kind]
-        first = max(0, h - (window - 1)) if window else 0
-        for position in range(first, h):
-            end = (position // self.size + 1) * self.size
-            node = self.pages.get((namespace, tuple(tokens[:end])))
-            if node is None or not node[kind]:
-                return False
-        return True
-
-    def publish(self, namespace: tuple[object, ...], tokens: list[int], held: Held) -> None:
-        for index in range(len(tokens) // self.size):
-            key = (namespace, tuple(tokens[: (index + 1) * self.size]))
-            node = self.pages.setdefault(key, [0] * len(self.windows))
-            for kind, pages in enumerate(held.pages):
-                if index >= held.base[kind]:
-                    node[kind] = pages[index - held.base[kind]]
-
-    def forget(self, tree: PrefixTree) -> None:
-        """Drop what the tree has evicted: pages that it does not own (any more) for this prefix."""
-        for (namespace, prefix), pages in self.pages.items():
-            for kind, page in enumerate(pages):
-                node = tree._owner[kind].get(page)
-                if node is None or _path(node) != (namespace, prefix):
-                    pages[kind] = 0
-
-
-def _path(node: Node | None) -> tuple[tuple[object, ...], tuple[int, ...]]:
-    tokens: tuple[int, ...] = ()
-    while node is not None and node.parent is not None:
-        tokens, node = node.key + tokens, node.parent
-    assert node is not None
-    return node.key, tokens
-
-
-@pytest.mark.parametrize(
-    "windows", [(0,), (5,), (2,), (0, 4), (0, 9), (6, 3), (0, 1, 7), (0, 0, 12)]
-)
-def test_match_equals_the_oracle(windows):
-    """Random prompts, releases, trims and evictions; every match is compared."""
-    rng = random.Random(sum(windows) + len(windows))
-    tree, oracle = make(windows, 4, 40), Oracle(windows, 4)
-    live: list[Held] = []
-    hits = 0
-    for _ in range(1000):
-        namespace = ("ns", rng.randrange(2))
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 25))]
-        match = tree.match(namespace, tokens)
-        assert match.length == oracle.match(namespace, tokens)
-        for kind, pages in enumerate(match.pages):
-            for place, page in enumerate(pages):
-                index = match.base[kind] + place
-                assert oracle.pages[namespace, tuple(tokens[: (index + 1) * 4])][kind] == page
-        hits += match.length > 0
-        action = rng.randrange(4)
-        room = all(tree.available(k) >= 7 for k in range(len(windows)))
-        if action <= 1 and room:
-            live.append(compute(tree, tokens, namespace))
-            oracle.forget(tree)
-            oracle.publish(namespace, tokens, live[-1])
-            if rng.random() < 0.5:
-                tree.trim(live[-1], len(tokens))
-        elif action == 2 and live:
-            tree.release(live.pop(rng.randrange(len(live))))
-        else:
-            kind = rng.randrange(len(windows))
-            tree.evict(kind, rng.randint(0, min(3, tree.evictable(kind))))
-        oracle.forget(tree)
-        tree.check(live)
-    assert hits > 100
-    for held in live:
-        tree.release(held)
-    tree.clear()
-    tree.check()
-    assert all(pool.free == pool.usable for pool in tree.pools)
