@@ -75,6 +75,7 @@ def pair(
     transpose: bool | None = None,
     dtype: str | None = None,
     stack: int = 0,
+    others: tuple[WeightRule, ...] = (),
 ) -> Pair:
     """A leaf and where it comes from.
 
@@ -82,7 +83,7 @@ def pair(
     rule for leaves of two axes, and for those of three that are stacked (`stack` groups, one an expert).
     """
     turn = len(shape) == 2 + bool(stack) if transpose is None else transpose
-    return ParamSpec(shape, axes, dtype), WeightRule(sources, 0, turn, stack=stack)
+    return ParamSpec(shape, axes, dtype), WeightRule(sources, 0, turn, stack=stack, others=others)
 
 
 def norm(x: jax.Array, weights: Params, name: str, c: ModelConfig) -> jax.Array:

@@ -56,7 +56,8 @@ def load_params(
     Raises WeightsError listing every missing, unused and mis-shaped tensor.
     """
     specs, tree = jax.tree.flatten(specs_tree, is_leaf=lambda x: isinstance(x, ParamSpec))
-    rules = tree.flatten_up_to(rules_tree)
+    present = set(tensors.names())
+    rules = [rule.for_file(present) for rule in tree.flatten_up_to(rules_tree)]
     _check(specs, rules, tensors, ignored)
     total = sum(math.prod(s.shape) * leaf_dtype(s, dtype).itemsize for s in specs)
     leaves, done = [], 0

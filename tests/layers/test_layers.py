@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.mlp import activate, gated_mlp
+from jaxinfer.configs.ffn import Activation
+from jaxinfer.layers.mlp import activate, mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.model_config import ACTIVATIONS, ModelConfig
 from tests.models.paged import Driver, Sequence
@@ -70,7 +71,7 @@ def test_activations_and_mlp(name: str) -> None:
     params = {"gate_up": np.concatenate([gate, up], 1), "gate_up_bias": bias}
     params |= {"down": down, "down_bias": down_bias}
     params = {key: jnp.asarray(value, jnp.float32) for key, value in params.items()}
-    out = gated_mlp(jnp.asarray(x, jnp.float32), params, name)
+    out = mlp(jnp.asarray(x, jnp.float32), params, Activation(name))
     assert np.abs(out - (hidden @ down + down_bias)).max() < 2e-3 * np.abs(hidden).max()
 
 

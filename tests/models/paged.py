@@ -31,6 +31,7 @@ def load(
     family, unused = get_family(config), set(tensors)
 
     def leaf(spec: ParamSpec, rule: WeightRule) -> jax.Array:
+        rule = rule.for_file(tensors)
         unused.difference_update(rule.sources)
         entries = [rule.entry(i) for i in range(rule.stack)]
         value = np.stack([joined(e) for e in entries]) if entries else joined(rule)

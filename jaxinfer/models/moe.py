@@ -1,0 +1,109 @@
+"""The feed-forward part of layers with experts: a router, the experts that each token takes, and perhaps
+an MLP that all tokens share.
+
+Taps: "router_experts" i32[T, k] and "router_weights" f32[T, k]. Never looks at requests or files.
+Called by decoder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from jaxinfer.configs.ffn import MoeConfig, Stored
+from jaxinfer.layers.experts import mix_experts
+from jaxinfer.layers.linear import linear
+from jaxinfer.layers.mlp import mlp
+from jaxinfer.layers.router import route
+from jaxinfer.model_config import LayerConfig, ModelConfig
+from jaxinfer.models.mlp import pairs_of
+from jaxinfer.models.parts import Ffn, Pair, Pairs, Params, Tap, View, pair
+
+_SHARED = "shared_"
+
+
+def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
+    """router [D, E], expert_up [E, D, 2F] ([E, D, F] where nothing gates), expert_down [E, F, D], their biases,
+    correction f32[E]; shared_gate_up, shared_down as of an MLP, and shared_gate [D, 1]."""
+    moe, d = _config(layer), c.hidden_size
+    router = moe.router
+    e, exact = router.experts, "float32" if router.exact else None
+    inner = moe.width * (1 + moe.activation.gated)
+    name = prefix + moe.router_name
+    out = {
+        "router": pair((d, e), ("embed", None), f"{name}.weight", dtype=exact),
+        "expert_up": _expert_pair((e, d, inner), ("expert", "embed", "mlp"), moe.up, prefix),
+        "expert_down": _expert_pair(
+            (e, moe.width, d), ("expert", "mlp", "embed"), moe.down, prefix
+        ),
+    }
+    if router.bias:
+        out["router_bias"] = pair((e,), (None,), f"{name}.bias", dtype=exact)
+    if router.correction:
+        correction = prefix + moe.correction_name
+        out["correction"] = pair((e,), (None,), correction, dtype="float32")
+    for leaf, width, source in zip(("up", "down"), (inner, d), moe.bias, strict=False):
+        axes = ("expert", "mlp" if leaf == "up" else "embed")
+        out[f"expert_{leaf}_bias"] = pair((e, width), axes, prefix + source, transpose=False)
+    if moe.shared is not None:
+        shared = pairs_of(moe.shared, d, prefix)
+        out |= {_SHARED + leaf: value for leaf, value in shared.items()}
+    if moe.shared_gate:
+        gate = f"{prefix}{moe.shared_gate}.weight"
+        out["shared_gate"] = pair((d, 1), ("embed", None), gate)
+    return out
+
+
+def _expert_pair(
+    shape: tuple[int, ...], axes: tuple[str, ...], stored: tuple[Stored, ...], prefix: str
+) -> Pair:
+    """A leaf of all experts, from whichever of the stored forms a file has."""
+    first, *others = (_stored_pair(shape, axes, form, prefix) for form in stored)
+    spec, rule = first
+    return spec, replace(rule, others=tuple(other for _, other in others))
+
+
+def _stored_pair(shape: tuple[int, ...], axes: tuple[str, ...], form: Stored, prefix: str) -> Pair:
+    names = [prefix + name for name in form.names]
+    if "{e}" not in form.names[0]:
+        return pair(shape, axes, *names, transpose=not form.turned)
+    sources = [name.format(e=i) for i in range(shape[0]) for name in names]
+    return pair(shape, axes, *sources, stack=shape[0])
+
+
+def _config(layer: LayerConfig) -> MoeConfig:
+    assert isinstance(layer.ffn, MoeConfig)
+    return layer.ffn
+
+
+def apply(
+    h: jax.Array, weights: Params, layer: LayerConfig, _c: ModelConfig, _view: View, tap: Tap
+) -> jax.Array:
+    moe = _config(layer)
+    bias, correction = weights.get("router_bias"), weights.get("correction")
+    experts, shares = route(h, weights["router"], bias, correction, moe.router)
+    experts, shares = tap("router_experts", experts), tap("router_weights", shares)
+    out = mix_experts(
+        h,
+        experts,
+        shares,
+        _part(weights, "expert_"),
+        moe.activation,
+        interleaved=moe.interleaved,
+    )
+    if moe.shared is None:
+        return out
+    shared = mlp(h, _part(weights, _SHARED), moe.shared.activation)
+    if moe.shared_gate:
+        # Rounded, so that the product is not fused into the sum for some numbers of tokens.
+        gate = jax.nn.sigmoid(linear(h, weights["shared_gate"]))
+        shared = jax.lax.optimization_barrier(shared * gate)
+    return out + shared
+
+
+def _part(weights: Params, prefix: str) -> Params:
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+
+FFN = Ffn(pairs, apply)
