@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.cache import PrefixTree
 from tests.cache.oracle import Device, Oracle, Prefix, Work, contents, make
+from tests.cache.traffic import Index
 
 MIXES = [
     # kinds, page size, pages, slots, max_states
@@ -36,7 +37,8 @@ class Traffic:
 
     def __init__(self, tree: PrefixTree, seed: int) -> None:
         self.rng, self.tree, self.device = Random(seed), tree, Device(tree)
-        self.live: list[Work] = []
+        self.index, self.live = Index(), list[Work]()
+        tree.set_listener(self.index.apply)
         self.stems = [[self.rng.randrange(2) for _ in range(24)] for _ in range(2)]
         self.hits = self.forgotten = self.refused = 0
         self.shortened = [0] * len(tree.specs)
@@ -61,6 +63,7 @@ class Traffic:
         self.tree.check(work.held for work in self.live)
         for work in self.live:
             work.check()
+        assert self.index.stored() == set(contents(self.tree)), "events do not add up to the tree"
         self.compare()
 
     def compare(self) -> None:
