@@ -43,24 +43,38 @@ INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 INLINE float exp_of(float x) { return exp(splat(x))[0]; }
 
 // c[rows, width] (+)= x[rows, depth] @ w[depth, width], all of it in cache; width is whole vectors.
-template <int MR>
-INLINE void small_rows(int64_t depth, const float* x, int64_t ldx, const float* w, int64_t ldw,
-                       float* c, int64_t ldc, int64_t width, bool first) {
-  int64_t j = 0;
-  for (; j + 2 * kLanes <= width; j += 2 * kLanes)
-    tile<MR, 2>(depth, x, ldx, w + j, ldw, c + j, ldc, first, Ahead{});
-  if (j < width) tile<MR, 1>(depth, x, ldx, w + j, ldw, c + j, ldc, first, Ahead{});
-}
-inline void small_matmul(int64_t rows, int64_t depth, const float* x, int64_t ldx, const float* w,
-                         int64_t ldw, float* c, int64_t ldc, int64_t width, bool first) {
-  int64_t i = 0;
-  for (; i + 6 <= rows; i += 6)
-    small_rows<6>(depth, x + i * ldx, ldx, w, ldw, c + i * ldc, ldc, width, first);
-  for (; i + 3 <= rows; i += 3)
-    small_rows<3>(depth, x + i * ldx, ldx, w, ldw, c + i * ldc, ldc, width, first);
-  for (; i < rows; ++i)
-    small_rows<1>(depth, x + i * ldx, ldx, w, ldw, c + i * ldc, ldc, width, first);
-}
+// A block of columns is taken by all rows before the next, so that its weights stay near.
+struct Small {
+  int64_t rows, depth;
+  const float* x;
+  int64_t ldx;
+  const float* w;
+  int64_t ldw;
+  float* c;
+  int64_t ldc, width;
+  bool first;
+
+  static constexpr int kMost = 6, kWide = kTileM * kTileV >= 24 ? 24 / kMost : 2;
+
+  template <int NV, int MR>
+  INLINE void part(int64_t i, int64_t j) const {
+    tile<MR, NV>(depth, x + i * ldx, ldx, w + j, ldw, c + i * ldc + j, ldc, first, Ahead{});
+  }
+  template <int NV, int... I>
+  INLINE void rest(int64_t i, int64_t j, Seq<I...>) const {
+    (void)((rows - i == I + 1 && (part<NV, I + 1>(i, j), true)) || ...);
+  }
+  template <int NV>
+  INLINE int64_t columns(int64_t j) const {
+    for (; j + NV * kLanes <= width; j += NV * kLanes) {
+      int64_t i = 0;
+      for (; i + kMost <= rows; i += kMost) part<NV, kMost>(i, j);
+      rest<NV>(i, j, MakeSeq<kMost - 1>::type{});
+    }
+    return j;
+  }
+  void run() const { columns<1>(columns<2>(columns<kWide>(0))); }
+};
 
 struct Attention {
   const float *q, *k_pool, *v_pool;
@@ -73,6 +87,7 @@ struct Attention {
 
   int64_t group() const { return heads / at_page.heads; }
   int64_t wide() const { return round_up(value_dim, kLanes); }
+  int64_t stride() const { return wide() + kLanes; }  // of copied values: no power of two, for L1
   // One partial result: m, sum and acc of every query and head of a tile.
   int64_t partial_size(int64_t count) const { return count * group() * (wide() + 2); }
   int64_t tile_queries() const {
@@ -105,16 +120,16 @@ struct Attention {
 
   // One chunk's keys (transposed) and values; meanwhile those at `next` are fetched.
   void gather(const int64_t* at, const int64_t* next, float* kt, float* v) const {
-    const int64_t w = wide();
+    const int64_t w = wide(), ld = stride();
     for (int64_t i = 0; i < kChunk; i += kLanes) {
       for (int64_t l = i; l < i + kLanes; ++l) {
         fetch(next[l]);
         if (at[l] < 0) {
-          std::memset(v + l * w, 0, w * sizeof(float));
+          std::memset(v + l * ld, 0, w * sizeof(float));
         } else if (value_dim == w) {
-          for (int64_t d = 0; d < w; d += kLanes) store(v + l * w + d, load(v_pool + at[l] + d));
+          for (int64_t d = 0; d < w; d += kLanes) store(v + l * ld + d, load(v_pool + at[l] + d));
         } else {
-          std::memcpy(v + l * w, v_pool + at[l], value_dim * sizeof(float));
+          std::memcpy(v + l * ld, v_pool + at[l], value_dim * sizeof(float));
         }
       }
       at_page.transposed(k_pool, at + i, kt + i);
@@ -152,12 +167,12 @@ struct Attention {
 
   // The partial result of the tile over keys [segment, segment + kSegment).
   void partial(const Tile& t, int64_t segment, float* part, float* work) const {
-    int64_t g = group(), w = wide(), r = t.count * g;
+    int64_t g = group(), w = wide(), ld = stride(), r = t.count * g;
     float *acc = part, *m = part + r * w, *total = m + r;
     std::fill(acc, acc + r * w, 0.0f);
     std::fill(m, m + r, kLowest);
     std::fill(total, total + r, 0.0f);
-    float *qs = work, *kt = qs + r * dim, *v = kt + dim * kChunk, *s = v + kChunk * w;
+    float *qs = work, *kt = qs + r * dim, *v = kt + dim * kChunk, *s = v + kChunk * ld;
     vi held[kChunk / kLanes];
     int64_t spots[2][kChunk], *at = spots[0], *next = spots[1];
     for (int64_t c = 0; c < t.count; ++c)
@@ -172,7 +187,7 @@ struct Attention {
       places(t, chunk + kChunk, from, to, next);
       gather(at, next, kt, v);
       for (int64_t i = 0; i < kChunk; ++i) held[i / kLanes][i % kLanes] = at[i] < 0 ? 0 : -1;
-      small_matmul(r, dim, qs, dim, kt, kChunk, s, kChunk, kChunk, true);
+      Small{r, dim, qs, dim, kt, kChunk, s, kChunk, kChunk, true}.run();
       int64_t end = std::min(chunk + kChunk, to) - chunk;
       bool whole = chunk + end <= t.pos + 1 && chunk >= oldest(last);
       for (int64_t i = 0; i < r; ++i) {
@@ -183,15 +198,15 @@ struct Attention {
           for (int64_t d = 0; d < w; d += kLanes) store(acc + i * w + d, fade * load(acc + i * w + d));
       }
       if (whole) {
-        small_matmul(r, end, s, kChunk, v, w, acc, w, w, false);
+        Small{r, end, s, kChunk, v, ld, acc, w, w, false}.run();
         continue;
       }
       for (int64_t c = 0; c < t.count; ++c) {  // each query takes only what it sees: 0 * NaN is NaN
         int64_t low = std::max<int64_t>(0, oldest(t.pos + c) - chunk);
         int64_t high = std::min(end, t.pos + c + 1 - chunk);
         if (low < high)
-          small_matmul(g, high - low, s + c * g * kChunk + low, kChunk, v + low * w, w,
-                       acc + c * g * w, w, w, false);
+          Small{g, high - low, s + c * g * kChunk + low, kChunk, v + low * ld, ld,
+                       acc + c * g * w, w, w, false}.run();
       }
     }
   }
@@ -252,7 +267,7 @@ struct Attention {
 
   int64_t work_size() const {
     int64_t r = tile_queries() * group();
-    return r * dim + dim * kChunk + kChunk * wide() + r * kChunk;
+    return r * dim + dim * kChunk + kChunk * stride() + r * kChunk;
   }
 
   // The sums before any key; a sink is a weight that came first and had no value.

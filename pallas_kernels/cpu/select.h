@@ -49,7 +49,7 @@ struct Select {
     for (int64_t chunk = segment; chunk < end; chunk += kChunk) {
       at_page.places(t.n, 0, origin + chunk, origin + chunk, origin + end, at);
       for (int64_t i = 0; i < kChunk; i += kLanes) at_page.transposed(pool, at + i, kt + i);
-      small_matmul(r, dim, qs, dim, kt, kChunk, s, kChunk, kChunk, true);
+      Small{r, dim, qs, dim, kt, kChunk, s, kChunk, kChunk, true}.run();
       for (int64_t c = 0; c < t.count; ++c)
         weigh(w + (t.n * queries + t.first + c) * heads, s + c * heads * kChunk,
               scores + c * width() + chunk, std::min(kChunk, end - chunk));
