@@ -13,9 +13,10 @@ from typing import Any
 
 from jaxinfer.architectures import Architecture
 from jaxinfer.config_reader import Reader
+from jaxinfer.configs.common import qwen_experts, qwen_sparse, with_ffns
 from jaxinfer.configs.dense import decoder, text_part
 from jaxinfer.errors import ConfigError
-from jaxinfer.model_config import FfnConfig, MixerConfig, ModelConfig
+from jaxinfer.model_config import FfnConfig, LayerConfig, MixerConfig, ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +60,20 @@ class KdaConfig(MixerConfig):
 
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _QWEN = Architecture(
     "qwen3_next",
-    {
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "head_dim": 256,
-        "num_key_value_heads": 2,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
+    _DEFAULTS,
     norm="C",
     qk_norm="head",
     qkv_bias="attention_bias",
@@ -82,15 +84,23 @@ _QWEN = Architecture(
     fields=frozenset({"mrope_section", "mrope_interleaved"}),
 )
 _QWEN35 = replace(_QWEN, model_type="qwen3_5_text")
+_EXPERTS = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+_EXPERTS |= {"shared_expert_intermediate_size": 512}
+_NEXT = replace(_QWEN, defaults=_DEFAULTS | _EXPERTS | {"norm_topk_prob": True})
+# Every layer has experts: the width of a dense MLP is not in the file.
+_EXPERTS35 = _EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512}
+_MOE35 = replace(_QWEN, model_type="qwen3_5_moe_text", defaults=_DEFAULTS | _EXPERTS35)
 _EYES: dict[str, Any] = {
     "nested": True,
     "prefix": "model.language_model.",
     "ignored": (r"mtp\..*", r"model\.visual\..*"),
 }
 _ARCHITECTURES = {
-    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3NextForCausalLM": _NEXT,
     "Qwen3_5ForCausalLM": _QWEN35,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN35, model_type="qwen3_5", **_EYES),
+    "Qwen3_5MoeForCausalLM": _MOE35,
+    "Qwen3_5MoeForConditionalGeneration": replace(_MOE35, model_type="qwen3_5_moe", **_EYES),
 }
 MODEL_TYPES = {name: arch.model_type for name, arch in _ARCHITECTURES.items()}
 
@@ -107,43 +117,52 @@ def _qwen(name: str, raw: Mapping[str, Any]) -> ModelConfig:
         arch = replace(arch, nested=False)
     types, raw = _qwen_types(raw)
     config, reader = decoder(name, arch, raw)
+    mixer = _delta_net(reader, "grouped" if arch.model_type == "qwen3_next" else "flat")
+    config = replace(config, gated=True, layers=_mixed(config, types, mixer, None))
+    if "num_experts" in arch.defaults:
+        config = with_ffns(config, _qwen_ffns(config, reader, arch))
+    _only(reader, "hidden_act", "silu")
+    _only(reader, "attn_output_gate", True)
+    _only(reader, "mamba_ssm_dtype", "float32")
+    _skip_drafts(reader, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    reader.check_unread()
+    return config
+
+
+def _delta_net(reader: Reader, layout: str) -> DeltaConfig:
     mixer = DeltaConfig(
         key_heads=reader.integer("linear_num_key_heads"),
         key_dim=reader.integer("linear_key_head_dim"),
         heads=reader.integer("linear_num_value_heads"),
         value_dim=reader.integer("linear_value_head_dim"),
         kernel=reader.integer("linear_conv_kernel_dim", low=2),
-        layout="grouped" if name.startswith("Qwen3Next") else "flat",
+        layout=layout,
     )
     if mixer.heads % mixer.key_heads:
         raise ConfigError(
             f"config.json: linear_num_key_heads={mixer.key_heads} must divide "
             f"linear_num_value_heads={mixer.heads}"
         )
-    _only(reader, "hidden_act", "silu")
-    _only(reader, "attn_output_gate", True)
-    _only(reader, "mamba_ssm_dtype", "float32")
-    _skip_drafts(reader, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    reader.check_unread()
-    return replace(
-        config, layers=_layers(config, types, mixer, None, [None] * len(types)), gated=True
+    return mixer
+
+
+def _qwen_ffns(config: ModelConfig, reader: Reader, arch: Architecture) -> list[FfnConfig | None]:
+    """Qwen3-Next says which layers have experts, and whether weights are renormalised; 3.5 does not."""
+    if arch.model_type == "qwen3_next":
+        moe = qwen_experts(reader, config.activation)
+        return [moe if on else None for on in qwen_sparse(reader, config.num_layers)]
+    return [qwen_experts(reader, config.activation, renormalize=True)] * config.num_layers
+
+
+def _mixed(
+    config: ModelConfig, types: list[str], linear: MixerConfig, full: MixerConfig | None
+) -> tuple[LayerConfig, ...]:
+    """The layers of `config` with the mixers of their types."""
+    layers = zip(config.layers, types, strict=True)
+    return tuple(
+        replace(layer, mixer=linear, rope=None) if kind == _LINEAR else replace(layer, mixer=full)
+        for layer, kind in layers
     )
-
-
-def _layers(
-    config: ModelConfig,
-    types: list[str],
-    linear: MixerConfig,
-    full: MixerConfig | None,
-    ffns: list[FfnConfig | None],
-) -> tuple[Any, ...]:
-    """The layers of `config` with their mixers and feed-forward parts."""
-    out = []
-    for layer, kind, ffn in zip(config.layers, types, ffns, strict=True):
-        if kind == _LINEAR:
-            layer = replace(layer, rope=None)
-        out.append(replace(layer, mixer=linear if kind == _LINEAR else full, ffn=ffn))
-    return tuple(out)
 
 
 def _qwen_types(raw: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -154,10 +173,10 @@ def _qwen_types(raw: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     every = reader.integer("full_attention_interval", 4)
     types = reader.typed("layer_types", list)
     types = types or [_LINEAR if (i + 1) % every else _FULL for i in range(count)]
-    return checked(types, count), {k: v for k, v in raw.items() if k not in names[:2]}
+    return _checked(types, count), {k: v for k, v in raw.items() if k not in names[:2]}
 
 
-def checked(types: list[Any], count: int) -> list[str]:
+def _checked(types: list[Any], count: int) -> list[str]:
     """layer_types, one of the two a layer."""
     if len(types) != count or any(t not in (_LINEAR, _FULL) for t in types):
         raise ConfigError(

@@ -169,7 +169,7 @@ def _decay(f: jax.Array, weights: Params, m: KdaConfig) -> jax.Array:
 
 
 def _qkv(
-    u: jax.Array, conv: jax.Array, cache: Cache, heads: tuple[int, int, int, int], view: View
+    u: jax.Array, conv: jax.Array, cache: Cache, heads: tuple[int, ...], view: View
 ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
     """The cache with this step's inputs, and q, k f32[T, Hk, dk] of length dk^-0.5 and 1, v[T, Hv, dv]."""
     pool, u = convolve(u, conv, cache["conv"], _state(view), view.batch)
@@ -192,8 +192,9 @@ def _mixed(
 ) -> tuple[Cache, jax.Array]:
     """The recurrence over float32 (q, k, v, g, beta)."""
     names = ("q", "k", "v", "g", "beta")
-    inputs = tuple(tap(n, x.astype(jnp.float32)) for n, x in zip(names, inputs, strict=True))
-    cache, out = recur(*inputs, cache, _state(view), view.batch, c.replay)
+    arrays = (tap(n, x.astype(jnp.float32)) for n, x in zip(names, inputs, strict=True))
+    q, k, v, g, beta = arrays
+    cache, out = recur(q, k, v, g, beta, cache, _state(view), view.batch, c.replay)
     return cache, tap("mixed", out)
 
 
