@@ -92,6 +92,8 @@ class ModelConfig:
         names: see Names.
         replay: "tolerant", or "exact": recurrent layers compute a position by the same arithmetic however
             the sequence was split (see layers/delta.py).
+        latent_form: "absorbed", or "expanded": latent attention makes keys and values of every head for prefill
+            blocks (see layers/latent.py).
     """
 
     architecture: str
@@ -127,6 +129,7 @@ class ModelConfig:
     sinks: bool = False
     names: Names = Names()
     replay: str = "tolerant"
+    latent_form: str = "absorbed"
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:

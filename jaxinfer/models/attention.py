@@ -66,14 +66,14 @@ def apply(
     q, k, v, gate = _qkv(h, weights, c)
     if view.rope is not None:
         q, k = (apply_rope(y, *view.rope) for y in (q, k))
-    q = _grown(q, c, view)
+    q = grown(q, c, view)
     q, k, v = tap("q", q), tap("k", k), tap("v", v)
     cache, out = attend(
         q,
         k,
         v,
         cache,
-        view.kinds[kind_name(layer)],
+        view.pages(kind_name(layer)),
         view.batch,
         scale=c.scale,
         window=layer.window,
@@ -106,7 +106,7 @@ def _qkv(
     return q, k, v, gate
 
 
-def _grown(q: jax.Array, c: ModelConfig, view: View) -> jax.Array:
+def grown(q: jax.Array, c: ModelConfig, view: View) -> jax.Array:
     """q[T, H, hd] scaled by position, where the model does so (query_growth)."""
     beta, length = c.query_growth
     if not beta:

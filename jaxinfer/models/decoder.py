@@ -19,6 +19,7 @@ import pallas_kernels
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.configs.delta import DeltaConfig, KdaConfig
 from jaxinfer.configs.ffn import MlpConfig, MoeConfig
+from jaxinfer.configs.latent import LatentConfig
 from jaxinfer.layers.batch import Batch
 from jaxinfer.layers.linear import unembed
 from jaxinfer.layers.norm import rms_norm
@@ -31,13 +32,14 @@ from jaxinfer.model_config import (
     NoFfn,
     NoMixer,
 )
-from jaxinfer.models import attention, delta, mlp, moe
+from jaxinfer.models import attention, delta, latent, mlp, moe
 from jaxinfer.models.parts import Cache, Ffn, Mixer, Pairs, Params, Tap, View, norm, pair
 from jaxinfer.rope_config import RopeConfig
 
 # How each kind of configuration is computed; None is what ModelConfig itself describes.
 MIXERS: dict[type[MixerConfig] | type[None], Mixer] = {type(None): attention.MIXER}
 MIXERS |= {DeltaConfig: delta.MIXER, KdaConfig: delta.KDA}
+MIXERS[LatentConfig] = latent.MIXER
 FFNS: dict[type[FfnConfig] | type[None], Ffn] = {type(None): mlp.FFN, MlpConfig: mlp.FFN}
 FFNS[MoeConfig] = moe.FFN
 _SCOPES = (Scope.TOKEN, Scope.WINDOW, Scope.STATE)

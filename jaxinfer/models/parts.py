@@ -40,6 +40,12 @@ class View:
     rope: tuple[jax.Array, jax.Array] | None
     shared: dict[str, jax.Array]
 
+    def pages(self, name: str) -> KindBatch:
+        """The paged kind of that name."""
+        kind = self.kinds[name]
+        assert isinstance(kind, KindBatch)
+        return kind
+
 
 class Mixer(NamedTuple):
     """One way to mix the tokens of a layer: pure functions of its part of the configuration.
