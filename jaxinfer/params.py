@@ -33,6 +33,7 @@ class WeightRule:
         stack: sources form so many groups of equal size, in order; each group is one entry of a new leading
             axis (one expert of many), to which the other fields apply. 0: no such axis.
         stride: entries of a stack share all sources, and entry i has `rows` moved on by i times this.
+        squeeze: axes of length 1 of the tensors are dropped before all else.
         others: rules for other files of the same class that keep the leaf otherwise, see `for_file`.
     """
 
@@ -42,6 +43,7 @@ class WeightRule:
     rows: tuple[int, int] | None = None
     stack: int = 0
     stride: int = 0
+    squeeze: bool = False
     others: tuple[WeightRule, ...] = ()
 
     def for_file(self, names: Collection[str]) -> WeightRule:

@@ -53,7 +53,7 @@ def recur(
         q, k: [T, Hk, dk], q scaled already. v: [T, Hv, dv]; value head h uses key head h // (Hv // Hk).
         g: logarithm of the decay, f32[T, Hv] or f32[T, Hv, dk]. beta: f32[T, Hv], or None: S + k v^T.
         cache: "state" [slots, Hv, dk, dv] and, for exact replay, "pending"; returned with this step's.
-        replay: one of model_config.REPLAYS.
+        replay: see ModelConfig.replay.
     Returns:
         The cache, and o in q's dtype.
     """

@@ -7,6 +7,8 @@ looks at requests or files. Called by decoder.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,7 @@ from jaxinfer.layers.delta import recur, state_fields
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.model_config import LayerConfig, ModelConfig
-from jaxinfer.models.parts import Cache, Mixer, Pairs, Params, Tap, View, pair
+from jaxinfer.models.parts import Cache, Mixer, Pair, Pairs, Params, Tap, View, pair
 
 KIND = "state"
 _L2_EPS = 1e-6
@@ -30,16 +32,15 @@ _SOURCES = {
 
 
 def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
-    """in [D, C + Hv dv + 2 Hv], conv [C, 1, K], A_log and dt_bias f32[Hv], delta_norm [dv],
+    """in [D, C + Hv dv + 2 Hv], conv [C, K], A_log and dt_bias f32[Hv], delta_norm [dv],
     out [Hv dv, D], where C = 2 Hk dk + Hv dv."""
     m, at, d = _delta(layer), prefix + "linear_attn.", c.hidden_size
     values = m.heads * m.value_dim
     width = m.channels + values + 2 * m.heads
     sources = [f"{at}{name}.weight" for name in _SOURCES[m.layout]]
-    conv = pair((m.channels, 1, m.kernel), ("heads", None, None), f"{at}conv1d.weight")
     return {
         "in": pair((d, width), ("embed", "qkv"), *sources),
-        "conv": conv,
+        "conv": _squeezed((m.channels, m.kernel), f"{at}conv1d.weight"),
         "A_log": pair((m.heads,), ("heads",), f"{at}A_log", dtype="float32"),
         "dt_bias": pair((m.heads,), ("heads",), f"{at}dt_bias", dtype="float32"),
         "delta_norm": pair((m.value_dim,), (None,), f"{at}norm.weight"),
@@ -102,7 +103,7 @@ def _projected(y: jax.Array, m: DeltaConfig) -> tuple[jax.Array, ...]:
 
 
 def kda_pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
-    """in [D, 3 H d + 2 d + H] (q, k, v, the ranks of f and g, b), f and g [d, H d], conv [3 H d, 1, K],
+    """in [D, 3 H d + 2 d + H] (q, k, v, the ranks of f and g, b), f and g [d, H d], conv [3 H d, K],
     A_log f32[H], dt_bias f32[H d], delta_norm [d], out [H d, D]."""
     m, at, d = _kda(layer), prefix + c.names.attn, c.hidden_size
     wide = m.heads * m.head_dim
@@ -115,14 +116,19 @@ def kda_pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     width = 3 * wide + 2 * m.head_dim + m.heads
     return low_rank | {
         "in": pair((d, width), ("embed", "qkv"), *(f"{at}{name}.weight" for name in first)),
-        "conv": pair((3 * wide, 1, m.kernel), ("heads", None, None), *convs),
-        "A_log": pair(
-            (1, 1, m.heads, 1), (None, None, "heads", None), f"{at}A_log", dtype="float32"
-        ),
+        "conv": _squeezed((3 * wide, m.kernel), *convs),
+        "A_log": _squeezed((m.heads,), f"{at}A_log", dtype="float32"),
         "dt_bias": pair((wide,), ("heads",), f"{at}dt_bias", dtype="float32"),
         "delta_norm": pair((m.head_dim,), (None,), f"{at}o_norm.weight"),
         "out": pair((wide, d), ("heads", "embed"), f"{at}o_proj.weight"),
     }
+
+
+def _squeezed(shape: tuple[int, ...], *sources: str, dtype: str | None = None) -> Pair:
+    """A leaf by heads or channels that files hold with axes of length 1 in between, or without."""
+    axes = ("heads", *[None] * (len(shape) - 1))
+    spec, rule = pair(shape, axes, *sources, transpose=False, dtype=dtype)
+    return spec, replace(rule, squeeze=True)
 
 
 def kda_kinds(c: ModelConfig, layer: LayerConfig, dtype: str) -> tuple[CacheSpec, ...]:
@@ -161,7 +167,7 @@ def kda_apply(
 
 def _decay(f: jax.Array, weights: Params, m: KdaConfig) -> jax.Array:
     """Logarithm of the decay of each channel, f32[T, H d]."""
-    rate = jnp.repeat(jnp.exp(weights["A_log"].reshape(-1)), m.head_dim)
+    rate = jnp.repeat(jnp.exp(weights["A_log"]), m.head_dim)
     f = f + weights["dt_bias"]
     if m.lower:
         return m.lower * jax.nn.sigmoid(rate * f)

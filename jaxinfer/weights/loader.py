@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxinfer.errors import ConfigError, WeightsError
 from jaxinfer.params import ParamSpec, WeightRule
-from jaxinfer.weights.tensors import Index, TensorSource
+from jaxinfer.weights.tensors import Index, Squeezed, TensorSource
 
 # (what, done, total): bytes placed so far.
 Progress = Callable[[str, int, int], None]
@@ -104,6 +104,7 @@ def _check(
 
 
 def _shape_problems(spec: ParamSpec, rule: WeightRule, tensors: TensorSource) -> list[str]:
+    tensors = Squeezed(tensors) if rule.squeeze else tensors
     if rule.stack:
         entry = ParamSpec(spec.shape[1:], spec.axes[1:], spec.dtype)
         entries = (rule.entry(i) for i in range(rule.stack))
@@ -177,6 +178,7 @@ def read_shard(
 ) -> np.ndarray:
     """The part `index` (bounds in the leaf's own orientation) of a leaf, cast to `dtype`."""
     out = _aligned(tuple(s.stop - s.start for s in index), dtype)
+    tensors = Squeezed(tensors) if rule.squeeze else tensors
     if rule.stack:
         for i in range(index[0].start, index[0].stop):
             _read_into(out[i - index[0].start], rule.entry(i), tensors, index[1:])

@@ -66,6 +66,23 @@ class TensorSource(Protocol):
         ...
 
 
+class Squeezed:
+    """Another source, seen without the axes of length 1 of its tensors."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.names, self.dtype = source.names, source.dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(n for n in self._source.shape(name) if n != 1)
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        index = tuple(slice(0, n) for n in self.shape(name)) if index is None else index
+        places, shape = iter(index), self._source.shape(name)
+        part = tuple(slice(0, 1) if n == 1 else next(places) for n in shape)
+        return self._source.read(name, part).reshape([s.stop - s.start for s in index])
+
+
 def lfs_pointer(path: Path) -> str | None:
     """What is wrong with a file that Git left as a pointer to the real one; None for any other file."""
     with path.open("rb") as file:

@@ -40,7 +40,9 @@ def load(
         return jnp.asarray(value, spec.dtype or dtype)
 
     def joined(rule: WeightRule) -> np.ndarray:
-        value = np.concatenate([tensors[name] for name in rule.sources], axis=rule.concat)
+        parts = [tensors[name] for name in rule.sources]
+        parts = [np.squeeze(part) for part in parts] if rule.squeeze else parts
+        value = np.concatenate(parts, axis=rule.concat)
         value = value[slice(*rule.rows)] if rule.rows else value
         return np.swapaxes(value, -1, -2) if rule.transpose else value
 
