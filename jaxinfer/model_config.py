@@ -13,7 +13,6 @@ from typing import Any
 from jaxinfer.rope_config import RopeConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-REPLAYS = ("tolerant", "exact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,8 @@ class Names:
     Attributes:
         embed, final_norm, lm_head: tensors without `.weight`, the first two after ModelConfig.prefix.
         layer, attn, mlp: prefixes of a layer, and within it of plain attention and of the dense MLP.
-        o: the output projection of plain attention. gate, up, down: projections of the dense MLP.
+        o, q_norm, k_norm: the output projection and the norms of plain attention. gate, up, down: projections
+            of the dense MLP.
         norms: leaf -> tensor for the norms of a layer; empty: by ModelConfig.placement.
     """
 
@@ -54,6 +54,8 @@ class Names:
     attn: str = "self_attn."
     mlp: str = "mlp."
     o: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -67,12 +69,16 @@ class LayerConfig:
     Attributes:
         window: visible tokens including the query itself (0: all). rope: None for NoPE.
         mixer, ffn: None for the plain attention and the dense MLP that ModelConfig describes.
+        mixer_factors, ffn_factors: (a, b): the stream after the branch is a * its normed input + b * its
+            output; None: the stream + its output.
     """
 
     window: int
     rope: RopeConfig | None
     mixer: MixerConfig | None = None
     ffn: FfnConfig | None = None
+    mixer_factors: tuple[float, float] | None = None
+    ffn_factors: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class ModelConfig:
             1 + beta log(1 + floor(position / length)); beta 0 switches it off.
         attention_softcap, final_softcap: x -> cap tanh(x / cap); 0 switches it off.
         embed_scale, residual_scale, logits_scale: multiply embeddings, branch outputs and logits.
+        wide_residual: the residual stream is float32 whatever the weights are.
         names: see Names.
         replay: "tolerant", or "exact": recurrent layers compute a position by the same arithmetic however
             the sequence was split (see layers/delta.py).
@@ -127,6 +134,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     gated: bool = False
     sinks: bool = False
+    wide_residual: bool = False
     names: Names = Names()
     replay: str = "tolerant"
     latent_form: str = "absorbed"

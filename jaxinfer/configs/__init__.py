@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.configs import delta, dense, latent, moe
+from jaxinfer.configs import delta, dense, hybrids, latent, lightning, moe, shortconv, ssm
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import ModelConfig
 
-_FAMILIES = (dense, moe, delta, latent)
+_FAMILIES = (dense, moe, delta, latent, ssm, hybrids, shortconv, lightning)
 _BY_NAME = {name: module for module in _FAMILIES for name in module.MODEL_TYPES}
 _BY_TYPE = {kind: name for module in _FAMILIES for name, kind in module.MODEL_TYPES.items()}
 

@@ -20,12 +20,14 @@ class Activation:
         gated: act(gate) * up of the two halves of the first projection; False: act(up) of all of it.
         limit: clamps gate to (-inf, limit] and up to [-limit, limit]; 0: does not.
         alpha: not 0: (up + 1) * gate * sigmoid(alpha * gate) instead of act(gate) * up.
+        gate_scale: multiplies the gate before all that.
     """
 
     name: str
     gated: bool = True
     limit: float = 0.0
     alpha: float = 0.0
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class MlpConfig(FfnConfig):
         width: of the hidden activations. bias: both projections have one.
         up: names of what is joined to the first projection (gate first); down: name of the second. Both
             after the layer's prefix and without `.weight`.
+        scale: multiplies the output.
     """
 
     width: int
@@ -43,6 +46,7 @@ class MlpConfig(FfnConfig):
     up: tuple[str, ...]
     down: str
     bias: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,11 @@ def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _mixtral(c: ModelConfig, reader: Reader) -> ModelConfig:
+    return with_ffns(c, [mixtral_experts(reader, c)] * c.num_layers)
+
+
+def mixtral_experts(reader: Reader, c: ModelConfig) -> MoeConfig:
+    """Experts in Mixtral's words, of the width of the dense MLP."""
     router = RouterConfig(
         read_experts(reader, "num_local_experts", default=8),
         reader.integer("num_experts_per_tok", 2),
@@ -49,11 +54,10 @@ def _mixtral(c: ModelConfig, reader: Reader) -> ModelConfig:
     block = "block_sparse_moe."
     up, down = each_expert(block, "w1", "w3", "w2")
     act = Activation(c.activation)
-    moe = MoeConfig(
+    read_training(reader)
+    return MoeConfig(
         check_router(router), c.intermediate_size, act, (up,), (down,), router_name=f"{block}gate"
     )
-    read_training(reader)
-    return with_ffns(c, [moe] * c.num_layers)
 
 
 def _qwen(c: ModelConfig, reader: Reader) -> ModelConfig:

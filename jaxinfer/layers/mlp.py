@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfer.configs.ffn import Activation
 from jaxinfer.layers.linear import linear
+from jaxinfer.layers.scale import scaled
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:
@@ -30,6 +31,7 @@ def between(x: jax.Array, activation: Activation, *, interleaved: bool = False) 
     if not activation.gated:
         return activate(x, activation.name)
     gate, up = (x[:, ::2], x[:, 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    gate = scaled(gate, activation.gate_scale)
     if activation.limit:
         gate = jnp.minimum(gate, activation.limit)
         up = jnp.clip(up, -activation.limit, activation.limit)

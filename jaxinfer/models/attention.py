@@ -35,9 +35,10 @@ def pairs(c: ModelConfig, _layer: LayerConfig, prefix: str) -> Pairs:
             out[f"{name}_bias"] = pair(shape[1:], axes[1:], *(s + ".bias" for s in sources))
     if c.qk_norm != "none":
         full = c.qk_norm == "full"
-        for name, width in (("q_norm", heads), ("k_norm", kv)):
+        norms = (("q_norm", c.names.q_norm, heads), ("k_norm", c.names.k_norm, kv))
+        for name, source, width in norms:
             shape = (width if full else c.head_dim,)
-            out[name] = pair(shape, (None,), f"{attn}{name}.weight")
+            out[name] = pair(shape, (None,), f"{attn}{source}.weight")
     if c.sinks:
         out["sinks"] = pair((c.num_heads,), ("heads",), f"{attn}sinks", dtype="float32")
     return out

@@ -20,10 +20,13 @@ from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.configs.delta import DeltaConfig, KdaConfig
 from jaxinfer.configs.ffn import MlpConfig, MoeConfig
 from jaxinfer.configs.latent import LatentConfig
+from jaxinfer.configs.lightning import LightningConfig
+from jaxinfer.configs.shortconv import ShortConvConfig
+from jaxinfer.configs.ssm import ParallelConfig, SsmConfig
 from jaxinfer.layers.batch import Batch
 from jaxinfer.layers.linear import unembed
-from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import rope_table
+from jaxinfer.layers.scale import scaled
 from jaxinfer.model_config import (
     FfnConfig,
     LayerConfig,
@@ -32,7 +35,7 @@ from jaxinfer.model_config import (
     NoFfn,
     NoMixer,
 )
-from jaxinfer.models import attention, delta, latent, mlp, moe
+from jaxinfer.models import attention, delta, latent, lightning, mlp, moe, shortconv, ssm
 from jaxinfer.models.parts import Cache, Ffn, Mixer, Pairs, Params, Tap, View, norm, pair
 from jaxinfer.rope_config import RopeConfig
 
@@ -40,6 +43,8 @@ from jaxinfer.rope_config import RopeConfig
 MIXERS: dict[type[MixerConfig] | type[None], Mixer] = {type(None): attention.MIXER}
 MIXERS |= {DeltaConfig: delta.MIXER, KdaConfig: delta.KDA}
 MIXERS[LatentConfig] = latent.MIXER
+MIXERS |= {SsmConfig: ssm.MIXER, ParallelConfig: ssm.PARALLEL}
+MIXERS |= {ShortConvConfig: shortconv.MIXER, LightningConfig: lightning.MIXER}
 FFNS: dict[type[FfnConfig] | type[None], Ffn] = {type(None): mlp.FFN, MlpConfig: mlp.FFN}
 FFNS[MoeConfig] = moe.FFN
 _SCOPES = (Scope.TOKEN, Scope.WINDOW, Scope.STATE)
@@ -142,7 +147,8 @@ def forward(
         r: rope_table(r, batch.positions, batch.rope_length) for r in config.ropes
     }
     tables[None] = None
-    x = _scaled(params["embed"][batch.tokens], config.embed_scale)
+    x = scaled(params["embed"][batch.tokens], config.embed_scale)
+    x = x.astype(jnp.float32) if config.wide_residual else x
     x = x if tap is None else tap("embed", x)
     out_caches, shared = [], {}
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
@@ -154,7 +160,7 @@ def forward(
             prefixed = partial(_prefixed, tap, f"layers.{i}.")
             cache, x, shared = _layer(layer, config, x, weights, caches[i], view, tap=prefixed)
         out_caches.append(cache)
-    x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm)
+    x = norm(x, params, "final_norm", config)
     return out_caches, x if tap is None else tap("final_norm", x)
 
 
@@ -178,11 +184,13 @@ def _layer(
         h = tap("attn_in", norm(x, weights, "attn_norm", config))
         mixer = MIXERS[type(layer.mixer)]
         cache, out, shared = mixer.apply(h, weights, cache, layer, config, view, tap)
-        x = x + tap("attn_out", _branch(out, weights, "attn_post_norm", config))
+        out = tap("attn_out", _branch(out, weights, "attn_post_norm", config))
+        x = _joined(x, h, out, layer.mixer_factors)
     if not isinstance(layer.ffn, NoFfn):
         h = norm(x, weights, "mlp_norm", config)
         out = FFNS[type(layer.ffn)].apply(h, weights, layer, config, view, tap)
-        x = x + tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
+        out = tap("mlp_out", _branch(out, weights, "mlp_post_norm", config))
+        x = _joined(x, h, out, layer.ffn_factors)
     return cache, tap("out", x), shared
 
 
@@ -208,15 +216,16 @@ def _prefixed(tap: Tap, prefix: str, name: str, value: jax.Array) -> jax.Array:
 
 
 def _branch(x: jax.Array, weights: Params, post_norm: str, c: ModelConfig) -> jax.Array:
-    return _scaled(norm(x, weights, post_norm, c), c.residual_scale)
+    return scaled(norm(x, weights, post_norm, c), c.residual_scale)
 
 
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    if scale == 1.0:
-        return x
-    # The factor is rounded to x's dtype first, as published models were trained. The barrier keeps the product
-    # from being fused into a following sum: whether XLA does that depends on the number of tokens.
-    return jax.lax.optimization_barrier(x * jnp.asarray(scale, x.dtype))
+def _joined(
+    x: jax.Array, h: jax.Array, out: jax.Array, factors: tuple[float, float] | None
+) -> jax.Array:
+    """The residual stream x[T, D] after a branch that yields `out` for the normed h."""
+    if factors is None:
+        return x + out
+    return scaled(h, factors[0]) + scaled(out, factors[1])
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 
 from jaxinfer.configs.ffn import Activation, MlpConfig
 from jaxinfer.layers.mlp import mlp
+from jaxinfer.layers.scale import scaled
 from jaxinfer.model_config import LayerConfig, ModelConfig
 from jaxinfer.models.parts import Ffn, Pairs, Params, Tap, View, pair
 
@@ -47,7 +48,12 @@ def _config(c: ModelConfig, layer: LayerConfig) -> MlpConfig:
 def apply(
     h: jax.Array, weights: Params, layer: LayerConfig, c: ModelConfig, _view: View, _tap: Tap
 ) -> jax.Array:
-    return mlp(h, weights, _config(c, layer).activation)
+    return output_of(_config(c, layer), h, weights)
+
+
+def output_of(config: MlpConfig, h: jax.Array, weights: Params) -> jax.Array:
+    """`apply` of one MLP."""
+    return scaled(mlp(h, weights, config.activation), config.scale)
 
 
 FFN = Ffn(pairs, apply)

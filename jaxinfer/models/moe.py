@@ -14,10 +14,9 @@ import jax
 from jaxinfer.configs.ffn import MoeConfig, Stored
 from jaxinfer.layers.experts import mix_experts
 from jaxinfer.layers.linear import linear
-from jaxinfer.layers.mlp import mlp
 from jaxinfer.layers.router import route
 from jaxinfer.model_config import LayerConfig, ModelConfig
-from jaxinfer.models.mlp import pairs_of
+from jaxinfer.models.mlp import output_of, pairs_of
 from jaxinfer.models.parts import Ffn, Pair, Pairs, Params, Tap, View, pair
 
 _SHARED = "shared_"
@@ -94,7 +93,7 @@ def apply(
     )
     if moe.shared is None:
         return out
-    shared = mlp(h, _part(weights, _SHARED), moe.shared.activation)
+    shared = output_of(moe.shared, h, _part(weights, _SHARED))
     if moe.shared_gate:
         # Rounded, so that the product is not fused into the sum for some numbers of tokens.
         gate = jax.nn.sigmoid(linear(h, weights["shared_gate"]))

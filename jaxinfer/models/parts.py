@@ -93,6 +93,7 @@ def pair(
 
 
 def norm(x: jax.Array, weights: Params, name: str, c: ModelConfig) -> jax.Array:
-    """x normed by the leaf `name`, or x itself where the layer has no such norm."""
+    """x normed by the leaf `name`, or x itself where the layer has no such norm. A residual stream may be
+    wider than the layers, whose dtype the weight has."""
     weight = weights.get(name)
-    return x if weight is None else rms_norm(x, weight, c.norm_eps, c.norm)
+    return x if weight is None else rms_norm(x.astype(weight.dtype), weight, c.norm_eps, c.norm)
