@@ -15,6 +15,9 @@ from jaxinfer.layout import StepShape
 POLICIES = ("fcfs", "priority", "lpm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WARMUPS = ("lazy", "eager")
+CHECKPOINT_POLICIES = ("none", "align", "branch", "second-hit", "declared")
+REPLAYS = ("tolerant", "exact")
+EXACT_BLOCK = 64  # tokens of a canonical chunk: specs of the delta rule's chunk form
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,18 @@ class EngineConfig:
         long_prefill_threshold: most tokens that one prompt may take of a step; 0 is no limit.
         policy: order of the waiting queue: "fcfs", "priority" or "lpm" (longest cached prefix first).
         enable_prefix_caching: reuse pages of common prefixes.
+        num_states: slots for recurrent states, slot 0 included; None sizes them from the same memory.
+        checkpoint_policy: where recurrent states are kept for reuse. "align": at multiples of the interval (the
+            last one in each prompt chunk, and each one that a decoding sequence passes) and at branch points;
+            "branch": only where a prompt parts from a known one; "second-hit": at the last multiple of the interval
+            that a former prompt had too; "declared": at the request's breakpoints, which all but "none" also keep.
+        checkpoint_interval: tokens between two states that are kept, rounded up to whole pages.
+        max_states_per_path: states kept along one prefix (0: no limit); the shallowest inner ones go first.
+        replay: "tolerant": recurrent layers may round differently when a sequence is split differently;
+            "exact": bitwise the same for any split, at the cost of computing up to 64 tokens again a step.
+        serial_weight: what a prompt token of a recurrent model costs of the token budget (at least 1).
+        prefill_deadline: steps after which a prompt under way gets every second step for itself, so that decode
+            rows can't starve it; 0 is never.
         overlap: keep one step in flight ahead of the host.
         warmup: "eager" compiles the whole ladder at start, "lazy" compiles a rung when first used.
         seed: base of the seeds of requests that give none.
@@ -52,6 +67,13 @@ class EngineConfig:
     long_prefill_threshold: int = 0
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    num_states: int | None = None
+    checkpoint_policy: str = "align"
+    checkpoint_interval: int = 64
+    max_states_per_path: int = 8
+    replay: str = "tolerant"
+    serial_weight: float = 1.0
+    prefill_deadline: int = 128
     overlap: bool = True
     warmup: str = "lazy"
     seed: int = 0
@@ -62,7 +84,12 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("policy", self.policy, POLICIES)
         _choice("warmup", self.warmup, WARMUPS)
+        _choice("checkpoint_policy", self.checkpoint_policy, CHECKPOINT_POLICIES)
+        _choice("replay", self.replay, REPLAYS)
         for name, low, high in (
+            ("checkpoint_interval", 1, 1 << 20),
+            ("max_states_per_path", 0, 1 << 20),
+            ("prefill_deadline", 0, 1 << 30),
             ("page_size", 1, 1024),
             ("max_num_seqs", 1, 4096),
             ("max_num_batched_tokens", 1, 1 << 20),
@@ -71,7 +98,7 @@ class EngineConfig:
             ("seed", 0, 2**63 - 1),
         ):
             _int_in(name, getattr(self, name), low, high)
-        for name in ("max_model_len", "num_pages"):
+        for name in ("max_model_len", "num_pages", "num_states"):
             if getattr(self, name) is not None:
                 _int_in(name, getattr(self, name), 2, 2**31 - 1)
         for name in ("enable_prefix_caching", "overlap", "strict_compile"):
@@ -82,15 +109,33 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size} must be a power of two in [1, 1024]")
         share = self.memory_fraction
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+        if not _number(share) or not 0.0 < share <= 1.0:
             raise ConfigError(f"memory_fraction={share!r} must be a number in (0, 1]")
+        weight = self.serial_weight
+        if not _number(weight) or not 1.0 <= weight <= 1024.0:
+            raise ConfigError(f"serial_weight={weight!r} must be a number in [1, 1024]")
+        if self.replay == "exact" and self.max_num_batched_tokens < EXACT_BLOCK:
+            raise ConfigError(
+                f"replay='exact' computes {EXACT_BLOCK} tokens at once, but "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}; allowed [{EXACT_BLOCK}, {1 << 20}]"
+            )
         if self.strict_compile and self.warmup != "eager":
             raise ConfigError("strict_compile=True needs warmup='eager'")
 
     @property
     def block(self) -> int:
-        """Query tokens of one prefill block: a power of two, at most 32 and at most the budget."""
+        """Query tokens of one prefill block: a power of two, at most 32 and at most the budget.
+
+        With exact replay it is the canonical chunk of the recurrent layers.
+        """
+        if self.replay == "exact":
+            return EXACT_BLOCK
         return min(32, 1 << (self.max_num_batched_tokens.bit_length() - 1))
+
+    @property
+    def checkpoint_grid(self) -> int:
+        """Tokens between two states that are kept for reuse: checkpoint_interval in whole pages."""
+        return -(-self.checkpoint_interval // self.page_size) * self.page_size
 
     @property
     def rows(self) -> int:
@@ -116,6 +161,10 @@ def _powers(top: int) -> list[int]:
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _int_in(name: str, value: int, low: int, high: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,21 @@ from jaxinfer.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
 FALLBACK_MEMORY = 4 << 30
+STATE_SHARE = 0.5  # of the pools' memory that recurrent states take at most
+STATES_PER_ROW = 4  # checkpoints for each row, where memory allows
 SAMPLING_BYTES = 8  # of a slot and vocabulary entry: DeviceState.counts and .bias
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """pages: for each paged kind, the trash page included; max_model_len: tokens."""
+    """pages: pages (STATE kinds: slots) of each kind, the trash one included; max_model_len: tokens."""
 
     pages: tuple[int, ...]
     max_model_len: int
 
 
 def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec, ...]) -> PoolSizes:
-    """Pages for every spec. Raises CapacityError when one sequence of max_model_len does not fit."""
+    """Pages or slots for every spec. Raises CapacityError when one sequence of max_model_len does not fit."""
     limit = model.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -38,10 +41,13 @@ def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec,
         )
     wanted = config.max_model_len or limit
     size = config.page_size
-    if config.num_pages is not None:
-        pages, why = config.num_pages, "num_pages"
-    else:
-        pages, why = _pages_for(config, model.vocab_size, specs, wanted)
+    memory = _Memory(config, model.vocab_size)
+    states = [s for s in specs if not s.paged]
+    slots = _slots_for(config, states, memory) if states else 0
+    pages, why = config.num_pages or 2, "num_pages"
+    if config.num_pages is None:
+        left = memory.bytes - slots * sum(s.bytes_per_slot() for s in states)
+        pages, why = _pages_for(config, memory, left, [s for s in specs if s.paged], wanted)
     longest = (pages - 1) * size if any(s.scope is Scope.TOKEN for s in specs) else wanted
     if config.max_model_len is None:
         wanted = min(wanted, longest)
@@ -50,17 +56,64 @@ def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec,
             f"max_model_len={wanted} needs {-(-wanted // size)} pages, but memory holds {pages - 1} "
             f"({why}); lower max_model_len to at most {longest} or raise memory_fraction={config.memory_fraction}"
         )
-    counts = tuple(_kind_pages(config, spec, pages, wanted) for spec in specs)
-    total = sum(s.bytes_per_token() * size * n for s, n in zip(specs, counts, strict=True))
+    counts = tuple(_kind_pages(config, s, pages, wanted) if s.paged else slots for s in specs)
+    total = sum(
+        n * (s.bytes_per_page(size) if s.paged else s.bytes_per_slot())
+        for s, n in zip(specs, counts, strict=True)
+    )
     log.info(
-        "cache: %s pages of %d tokens (from %s), %.1f MiB, max_model_len %d",
-        "+".join(f"{n} {s.name}" for s, n in zip(specs, counts, strict=True)),
+        "cache: %s (pages of %d tokens, slots of one state; from %s), %.1f MiB, max_model_len %d",
+        " + ".join(f"{n} {s.name}" for s, n in zip(specs, counts, strict=True)),
         size,
         why,
         total / 2**20,
         wanted,
     )
+    if states and config.enable_prefix_caching:
+        log.info(
+            "cache: prompts share prefixes in units of %d tokens (checkpoint policy %s)",
+            config.checkpoint_grid,
+            config.checkpoint_policy,
+        )
     return PoolSizes(counts, wanted)
+
+
+class _Memory:
+    """What all pools may take together; asked for only when a pool must be sized from it."""
+
+    def __init__(self, config: EngineConfig, vocab: int) -> None:
+        self._share = config.memory_fraction
+        self._sampling = SAMPLING_BYTES * vocab * (config.rows + 1)
+
+    @cached_property
+    def free(self) -> tuple[int, str]:
+        return free_memory()
+
+    @property
+    def bytes(self) -> int:
+        return int(max(self.free[0] - self._sampling, 0) * self._share)
+
+    @property
+    def why(self) -> str:
+        return (
+            f"{self._share:g} of {self.free[0] / 2**20:.0f} MiB free {self.free[1]} memory less "
+            f"{self._sampling / 2**20:.0f} MiB of sampling state"
+        )
+
+
+def _slots_for(config: EngineConfig, states: list[CacheSpec], memory: _Memory) -> int:
+    """Slots of each STATE kind, slot 0 included: one for each row, and the rest for checkpoints."""
+    if config.num_states is not None:
+        return config.num_states
+    wanted = 1 + config.rows * (1 + STATES_PER_ROW)
+    each = sum(s.bytes_per_slot() for s in states)
+    slots = min(wanted, int(memory.bytes * STATE_SHARE) // max(each, 1))
+    if slots < 3:
+        raise CapacityError(
+            f"{memory.why} holds {slots} states of {each / 2**20:.1f} MiB, at least 3 are needed; raise "
+            f"memory_fraction={config.memory_fraction} or set num_states"
+        )
+    return slots
 
 
 def _kind_pages(config: EngineConfig, spec: CacheSpec, pages: int, max_len: int) -> int:
@@ -73,24 +126,21 @@ def _kind_pages(config: EngineConfig, spec: CacheSpec, pages: int, max_len: int)
 
 
 def _pages_for(
-    config: EngineConfig, vocab: int, specs: tuple[CacheSpec, ...], max_len: int
+    config: EngineConfig, memory: _Memory, left: int, paged: list[CacheSpec], max_len: int
 ) -> tuple[int, str]:
-    """Pages that a share of the free memory holds, at most what the rows could ever use."""
-    per_page = config.page_size * sum(s.bytes_per_token() for s in specs)
-    free, where = free_memory()
-    sampling = SAMPLING_BYTES * vocab * (config.rows + 1)
-    memory = f"{free / 2**20:.0f} MiB free {where} memory less {sampling / 2**20:.0f} MiB of sampling state"
-    affordable = int(max(free - sampling, 0) * config.memory_fraction) // max(per_page, 1)
+    """Pages that `left` bytes hold, at most what the rows could ever use."""
+    per_page = config.page_size * sum(s.bytes_per_token() for s in paged)
+    affordable = max(left, 0) // max(per_page, 1)
     rows = max_len * config.rows
     # A CPU's memory is shared with everything else: twice the longest sequence is a sensible pool.
-    useful = rows if where == "device" else max(2 * max_len, 512 * config.rows)
+    useful = rows if memory.free[1] == "device" else max(2 * max_len, 512 * config.rows)
     pages = 1 + min(-(-min(useful, rows) // config.page_size), affordable)
     if pages < 2:
         raise CapacityError(
-            f"memory_fraction={config.memory_fraction} of {memory} holds no page of "
+            f"memory_fraction={config.memory_fraction}: {memory.why} holds no page of "
             f"{per_page / 2**10:.0f} KiB; raise memory_fraction, lower max_num_seqs or set num_pages"
         )
-    return pages, f"{config.memory_fraction:g} of {memory}"
+    return pages, memory.why
 
 
 def free_memory() -> tuple[int, str]:

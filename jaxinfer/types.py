@@ -229,6 +229,8 @@ class Request:
         namespace: prefix-cache key parts (weights version, adapter, salt, rope length ...).
         group: requests of one group (n > 1) share their prompt's pages once the first has computed it.
         rope_length: fixes length-dependent rope (dynamic, longrope): the prompt length.
+        breakpoints: prompt positions at which the application says that other prompts will part from this one;
+            recurrent states are kept there (EngineConfig.checkpoint_policy).
     """
 
     request_id: str
@@ -245,6 +247,7 @@ class Request:
     use_prefix_cache: bool = True
     group: str | None = None
     rope_length: int = 0
+    breakpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,12 @@ class Admission:
 
     def admit(self, budget: Budget, chunks: list[Chunk]) -> list[Sequence]:
         """Start waiting sequences in order until one does not fit; their chunks go to `chunks`."""
-        lengths = dict(chunks)
+        lengths = {chunk.sequence: chunk.length for chunk in chunks}
         partial = 0
+        # What the running ones may take next: a page each, but no slot: they have theirs.
         reserve = [self._running.num_decoding] * len(self._pages.layout.tables)
+        for kind in self._pages.layout.states:
+            reserve[kind] = 0
         for sequence in self._running.prefilling():
             partial += not sequence.covers(lengths.get(sequence, 0))
             self._reserve(reserve, sequence)
@@ -55,12 +58,12 @@ class Admission:
                 break
             if self._pages.may_read(sequence) and self.groups.must_wait(sequence):
                 continue
-            length = self._start(sequence, budget, reserve, partial < self._max_partial)
-            if not length:
+            chunk = self._start(sequence, budget, reserve, partial < self._max_partial)
+            if chunk is None:
                 break
-            partial += not sequence.covers(length)
+            partial += not sequence.covers(chunk.length)
             self._reserve(reserve, sequence)
-            chunks.append((sequence, length))
+            chunks.append(chunk)
             fresh.append(sequence)
         return fresh
 
@@ -80,23 +83,23 @@ class Admission:
 
     def _start(
         self, sequence: Sequence, budget: Budget, reserve: list[int], may_be_cut: bool
-    ) -> int:
-        """Admit one sequence; the length of its first chunk, or 0 (and no change) if it must wait."""
+    ) -> Chunk | None:
+        """Admit one sequence; its first chunk, or None (and no change) if it must wait."""
         pages = self._pages
         alone, spare = not len(self._running), self._spare(reserve)
         if not alone and self._still_refused(sequence, spare):
-            return 0
+            return None
         sequence.held = pages.lookup(sequence)  # locked first: what it hits is no longer evictable
         hit = sequence.scheduled = sequence.held.depth * pages.size
         need = pages.missing(sequence.held, len(sequence.tokens) + 1)
         fits = alone or all(n <= m for n, m in zip(need, self._spare(reserve), strict=True))
         self._refused = None if fits else (sequence, spare)
         whole = sequence.covers(budget.chunk(len(sequence.tokens) - hit))
-        length = claim_chunk(sequence, budget, pages) if fits and (whole or may_be_cut) else 0
-        if not length:
+        chunk = claim_chunk(sequence, budget, pages) if fits and (whole or may_be_cut) else None
+        if chunk is None:
             pages.tree.release(sequence.held)
             sequence.scheduled = 0
-            return 0
+            return None
         self.waiting.remove(sequence)
         self._rows.open(sequence)
         self._running.move(sequence, Status.PREFILL)
@@ -106,4 +109,4 @@ class Admission:
             if pages.may_read(sequence):
                 self.queries += len(sequence.tokens)
                 self.hits += hit
-        return length
+        return chunk

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope
+from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope, SlotPool
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.layout import RecordLayout
+from jaxinfer.scheduler.checkpoints import Checkpoints
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import Request
 
@@ -25,11 +26,18 @@ class Pages:
         self.size = config.page_size
         self.caching = config.enable_prefix_caching
         self.max_model_len = max_model_len
-        self.tree = PrefixTree(specs, self.size, [PagePool(n) for n in num_pages])
+        pools = [
+            (PagePool if s.paged else SlotPool)(n) for s, n in zip(specs, num_pages, strict=True)
+        ]
+        self.tree = PrefixTree(specs, self.size, pools, config.max_states_per_path)
+        self.checkpoints = Checkpoints(config, bool(self.tree.state_kinds))
+        self.aligned = config.replay == "exact"
         chunk = config.max_num_batched_tokens
         if config.long_prefill_threshold:
             chunk = min(chunk, config.long_prefill_threshold)
-        self.layout = RecordLayout(tuple(self._table(spec, chunk) for spec in specs))
+        self._paged = tuple(k for k, spec in enumerate(specs) if spec.paged)
+        tables = tuple(self._table(spec, chunk) for spec in specs)
+        self.layout = RecordLayout(tables, self.tree.state_kinds)
         for spec, pool in zip(specs, self.tree.pools, strict=True):
             least = self.count(spec.window - 1) + 1
             if spec.scope is Scope.WINDOW and pool.usable < least:
@@ -37,13 +45,19 @@ class Pages:
                     f"num_pages={pool.num_pages} of cache kind {spec.name!r} cannot hold one window of "
                     f"{spec.window} tokens; at least {least + 1}"
                 )
-        usable = [
-            p.usable for p, w in zip(self.tree.pools, self.tree.windows, strict=True) if not w
-        ]
+        for spec, pool in zip(specs, pools, strict=True):
+            if not spec.paged and pool.usable < 2:
+                raise ConfigError(
+                    f"num_states={pool.usable + 1} of cache kind {spec.name!r} is too small: a sequence reads one "
+                    "slot while it writes another; at least 3"
+                )
+        usable = [p.usable for p, s in zip(pools, specs, strict=True) if s.scope is Scope.TOKEN]
         # Tokens whose entries a sequence that runs alone can keep.
         self.capacity = min(usable, default=2**31 // self.size) * self.size
 
     def _table(self, spec: CacheSpec, chunk: int) -> int:
+        if not spec.paged:
+            return 1
         whole = self.count(self.max_model_len)
         return min(self.count(spec.window + chunk) + 2, whole) if spec.window else whole
 
@@ -74,9 +88,12 @@ class Pages:
     # -- growing and shrinking -----------------------------------------------------------------
 
     def missing(self, held: Held, tokens: int) -> list[int]:
-        """Pages of each kind to come before `tokens` tokens are held (WINDOW: at most a table)."""
+        """Pages of each kind to come before `tokens` tokens are held (WINDOW: at most a table; STATE: a slot)."""
         out = []
         for kind, window in enumerate(self.tree.windows):
+            if kind in self.tree.state_kinds:
+                out.append(1 - len(held.pages[kind]))
+                continue
             more = max(0, self.count(tokens) - held.end(kind))
             if window:
                 more = min(more, max(0, self.layout.tables[kind] - len(held.pages[kind])))
@@ -88,19 +105,19 @@ class Pages:
 
     def reach(self, held: Held) -> int:
         """Tokens that could be held with all pages that can be had now."""
-        ends = (held.end(k) + n for k, n in enumerate(self.available()))
+        ends = (held.end(k) + self.tree.available(k) for k in self._paged)
         return min(ends, default=2**31 // self.size) * self.size
 
     def extend(self, held: Held, tokens: int) -> bool:
         """Hold pages for `tokens` tokens in every kind; False (and no change) if some kind runs out."""
         tree, whole = self.tree, self.count(tokens)
-        for kind in range(len(held.pages)):
+        for kind in self._paged:
             if whole - held.end(kind) > tree.available(kind):
                 return False
-        for kind, pages in enumerate(held.pages):
+        for kind in self._paged:
             more = whole - held.end(kind)
             if more > 0:
-                pages += tree.allocate(kind, more) or ()
+                held.pages[kind] += tree.allocate(kind, more) or ()
         return True
 
     # -- prefixes ------------------------------------------------------------------------------
@@ -113,9 +130,27 @@ class Pages:
         if not self.may_read(sequence):
             return Held(len(self.tree.specs))
         tokens = sequence.tokens
-        return self.tree.lock(
-            self.tree.match(sequence.request.namespace, tokens, limit=len(tokens) - 1)
-        )
+        match = self.tree.match(sequence.request.namespace, tokens, len(tokens) - 1, count=True)
+        sequence.branch = match.known if match.known > match.length else 0
+        return self.tree.lock(match)
+
+    def keep_states(self, sequence: Sequence, start: int, end: int) -> dict[int, tuple[int, ...]]:
+        """Reserve the checkpoints of the chunk [start, end): position -> slot of each STATE kind.
+
+        As far as there are slots: without one a state is not kept, and nothing waits for it.
+        """
+        kept: dict[int, tuple[int, ...]] = {}
+        for position in self.checkpoints.inside(sequence, start, end):
+            slots = self.tree.reserve_checkpoint(sequence.held, position)
+            if slots is not None:
+                kept[position] = slots
+        return kept
+
+    def turn_state(self, sequence: Sequence, position: int) -> bool:
+        """Keep the state at `position` that a decoding sequence has reached, if the policy wants it and there
+        is a slot to go on in."""
+        wanted = self.checkpoints.at_decode(sequence, position)
+        return wanted and self.tree.turn_checkpoint(sequence.held, position)
 
     def cached_length(self, sequence: Sequence) -> int:
         if not self.may_read(sequence):

@@ -24,7 +24,8 @@ class StepPlan:
         shape: the rung; decode rows <= shape.rows, prefill blocks <= shape.blocks.
         decode: i32[n, width] records of the decode rows (their input token is last_token[slot] on the device).
         prefill: i32[m, width] records of the prefill rows; row i is row `shape.rows + i` of the step.
-        blocks: i32[b, 3]: (index into `prefill`, start position, tokens in the block), rows in order.
+        blocks: i32[b, 3 + n]: (index into `prefill`, start position, tokens in the block, slot that each of
+            the n STATE kinds keeps at its end or 0), rows in order.
         tokens: i32[sum of block lengths] fed by the blocks, one after the other, without padding.
         targets: i32[same]: the token that follows each of `tokens` in its sequence (0 where there is none yet).
         sampled: (row of the step, sequence) for each row that yields an output token.

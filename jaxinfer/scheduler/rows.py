@@ -82,10 +82,10 @@ class RowStore:
         row[RowField.FLAGS] |= RowFlag.SAMPLE
 
     def add_page(self, sequence: Sequence, tree: PrefixTree) -> None:
-        """Enter the page that a decoding sequence has just been given in each kind."""
+        """Enter what a decoding sequence at the start of a page holds now: the new page, its slots."""
         record, held = self.records[sequence.slot], sequence.held
         for kind, pages in enumerate(held.pages):
-            if tree.windows[kind]:
+            if tree.windows[kind] or kind in tree.state_kinds:
                 self._write_kind(record, kind, tree, held, int(record[RowField.START]))
             else:
                 record[self.layout.base_column(kind) + len(pages)] = pages[-1]
@@ -98,6 +98,10 @@ class RowStore:
     def _write_kind(
         self, record: np.ndarray, kind: int, tree: PrefixTree, held: Held, start: int
     ) -> None:
+        if kind in tree.state_kinds:
+            column = self.layout.base_column(kind)
+            record[column : column + 2] = held.source[kind], held.pages[kind][0]
+            return
         first = max(held.base[kind], tree.first_page(kind, start))
         live = held.pages[kind][first - held.base[kind] :]
         column = self.layout.base_column(kind)
@@ -121,6 +125,9 @@ class RowStore:
             out[:, columns] = self.records[slots, columns]
         early = out[:, RowField.OUT_POS] < self._min_tokens[slots]
         out[:, RowField.FLAGS] |= early * np.int32(RowFlag.MIN_TOKENS)
+        for kind in self.layout.states:  # what a step writes is what the next one reads
+            column = self.layout.base_column(kind)
+            self.records[slots, column] = self.records[slots, column + 1]
         self.records[slots, RowField.START] += 1
         self.records[slots, RowField.OUT_POS] += 1
         self.left[slots] -= 1

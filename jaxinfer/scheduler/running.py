@@ -59,6 +59,13 @@ class Running:
             self._rows = (members, slots)
         return self._rows
 
+    def starving(self, step: int, limit: int) -> bool:
+        """Whether the decode rows are to sit out step number `step`: every second one while a prompt has
+        been under way for more than `limit` steps (0: no limit)."""
+        if not limit or step % 2:
+            return False
+        return any(step - sequence.started > limit for sequence in self._prefill)
+
     def last(self) -> Sequence:
         """Who gives up its pages first: the highest rank among those with tokens to schedule."""
         return max((*self._prefill, *self._decode), key=lambda s: s.rank)

@@ -29,7 +29,7 @@ from jaxinfer.scheduler.prefill import Chunk, PrefillArrays, claim_chunk
 from jaxinfer.scheduler.rows import RowStore
 from jaxinfer.scheduler.running import Running
 from jaxinfer.scheduler.sequence import Sequence, Status, Update
-from jaxinfer.scheduler.stats import KindStats, SchedulerStats
+from jaxinfer.scheduler.stats import SchedulerStats, kind_stats
 from jaxinfer.types import FinishReason, Request, RequestMetrics
 
 
@@ -62,7 +62,8 @@ class Scheduler:
         self._deadlines: dict[str, float] = {}
         self._next_deadline = float("inf")
         self._ready: deque[StepPlan | LoadPlan] = deque()
-        self._arrivals = self._preemptions = 0
+        self._turned: list[Sequence] = []  # decode rows whose state this step keeps
+        self._arrivals = self._preemptions = self._steps = 0
 
     @property
     def layout(self) -> RecordLayout:
@@ -131,21 +132,25 @@ class Scheduler:
         return self._ready.popleft() if self._ready else None
 
     def _plan_step(self) -> None:
+        self._steps += 1
         stalled = self._claim_decode()
-        tokens = self.config.max_num_batched_tokens - self._running.num_decoding
-        threshold = self.config.long_prefill_threshold
-        budget = Budget(tokens, self._ladder.max_blocks, self._ladder.block, threshold)
+        decoding = self._running.num_decoding - len(stalled)
+        budget = self._ladder.budget(decoding, serial=bool(self.layout.states))
         before = self._preemptions
         chunks = self._claim_prefills(budget)
         fresh: list[Sequence] = []
         calm = not stalled and self._preemptions == before
         if calm and len(self._waiting) and self._rows.free:
             fresh = self._admission.admit(budget, chunks)
+            for sequence in fresh:
+                sequence.started = self._steps
         members, decode = self._build_decode(stalled)
         arrays = PrefillArrays(self._rows, self._pages.tree, self._ladder.block)
-        for sequence, length in chunks:
-            arrays.add(sequence, length)
+        for chunk in chunks:
+            arrays.add(chunk)
         if not members and not chunks:
+            if stalled and len(stalled) == self._running.num_decoding and not self._steps % 2:
+                self._plan_step()  # the prompt that they made way for can't go on
             return
         shape = self._ladder.smallest(len(members), arrays.num_blocks)
         sampled = list(enumerate(members))
@@ -159,10 +164,14 @@ class Scheduler:
             sampled,
             scored=arrays.scored,
         )
-        for index, (sequence, length) in enumerate(chunks):
-            if self._advance(sequence, length):
-                sampled.append((shape.rows + index, sequence))
-            plan.chunks.append((sequence, sequence.scheduled))
+        for sequence in self._turned:  # nothing more is allocated for this step
+            if sequence.slot:
+                self._pages.tree.settle_source(sequence.held)
+        self._turned.clear()
+        for index, chunk in enumerate(chunks):
+            if self._advance(chunk):
+                sampled.append((shape.rows + index, chunk.sequence))
+            plan.chunks.append((chunk.sequence, chunk.sequence.scheduled))
         # Slots are filled before the step that first samples from them.
         loads = load_plans(s for s in fresh if needs_load(s))
         plan.load = loads.pop() if loads else None
@@ -172,13 +181,18 @@ class Scheduler:
     def _claim_decode(self) -> set[Sequence]:
         """Pages for the rows that begin a page; the rows that must sit out this step."""
         members, slots = self._running.decoding()
+        if members and self._running.starving(self._steps, self.config.prefill_deadline):
+            return set(members)
         starts = self._rows.records[slots, RowField.START]
         stalled: set[Sequence] = set()
         for index in np.flatnonzero(starts % self._pages.size == 0):
             sequence = members[index]
             if sequence.status is not Status.DECODE:  # preempted for a row before
                 continue
-            if self._claim(sequence, int(starts[index]) + 1):
+            start = int(starts[index])
+            if self._claim(sequence, start + 1):
+                if self._pages.turn_state(sequence, start):
+                    self._turned.append(sequence)
                 self._rows.add_page(sequence, self._pages.tree)
             else:
                 stalled.add(sequence)
@@ -211,12 +225,12 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in self._running.prefilling():
             if sequence.status is Status.PREFILL:
-                length = claim_chunk(sequence, budget, self._pages)
-                if not length and budget.chunk(1):
+                chunk = claim_chunk(sequence, budget, self._pages)
+                if chunk is None and budget.chunk(1):
                     self._claim(sequence, sequence.scheduled + 1)
-                    length = claim_chunk(sequence, budget, self._pages)
-                if length:
-                    chunks.append((sequence, length))
+                    chunk = claim_chunk(sequence, budget, self._pages)
+                if chunk is not None:
+                    chunks.append(chunk)
         return chunks
 
     def _build_decode(self, stalled: set[Sequence]) -> tuple[list[Sequence], np.ndarray]:
@@ -234,9 +248,15 @@ class Scheduler:
             self._running.move(members[index], Status.DRAIN)
         return members, decode
 
-    def _advance(self, sequence: Sequence, length: int) -> bool:
+    def _advance(self, chunk: Chunk) -> bool:
         """Account for a planned chunk; True if its last token samples."""
-        sequence.scheduled += length
+        sequence, tree = chunk.sequence, self._pages.tree
+        sequence.scheduled += chunk.length
+        pending = sequence.held.pending
+        if pending and pending[-1][0] == sequence.scheduled:
+            tree.read_from_pending(sequence.held)
+        else:
+            tree.settle_source(sequence.held)
         sequence.inflight += 1
         if sequence.scheduled < len(sequence.tokens):
             return False
@@ -284,6 +304,8 @@ class Scheduler:
             elif computed >= sequence.stop_at:
                 reason = FinishReason.LENGTH
             if reason is not None:
+                if sequence.held.pending and sequence.slot:
+                    self._settle(sequence, computed)
                 self._end(sequence, reason)
             updates.append(Update(sequence, token, row, reason))
         return updates
@@ -301,9 +323,8 @@ class Scheduler:
         changed = self._pages.settle(sequence, computed)
         if changed and sequence.status is Status.DECODE:
             record = self._rows.records[sequence.slot]
-            self._rows.write_table(
-                record, self._pages.tree, sequence.held, int(record[RowField.START])
-            )
+            start = int(record[RowField.START])
+            self._rows.write_table(record, self._pages.tree, sequence.held, start)
 
     def fail(self, plan: StepPlan | LoadPlan) -> list[Update]:
         """A plan raised: end all of its sequences with ERROR; nothing it computed is kept."""
@@ -359,25 +380,9 @@ class Scheduler:
         return self._pages.tree.top(limit)
 
     def stats(self) -> SchedulerStats:
-        tree = self._pages.tree
-        kinds = tuple(
-            KindStats(
-                spec.name,
-                total=pool.usable,
-                free=pool.free,
-                evictable=tree.evictable(kind),
-                protected=pool.usable - tree.available(kind),
-            )
-            for kind, (spec, pool) in enumerate(zip(tree.specs, tree.pools, strict=True))
-        )
-        return SchedulerStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            kinds=kinds,
-            preemptions=self._preemptions,
-            prefix_queries=self._admission.queries,
-            prefix_hits=self._admission.hits,
-        )
+        kinds, admission = kind_stats(self._pages.tree), self._admission
+        sizes = (len(self._running), len(self._waiting))
+        return SchedulerStats(*sizes, kinds, self._preemptions, admission.queries, admission.hits)
 
     def check(self) -> None:
         """Assert that nothing leaks: pages, slots, maps. For tests and idle moments."""

@@ -38,6 +38,9 @@ class Sequence:
         cached_tokens: prompt tokens that the prefix cache spared at first admission.
         stop_from, stop_at: see __post_init__.
         scored: positions up to which prompt log-probabilities have been planned.
+        branch: where another sequence's tokens part from these ones, if its pages reach further than any
+            checkpoint did at admission; else 0.
+        started: number of the step that it was admitted in.
     """
 
     request: Request
@@ -52,6 +55,8 @@ class Sequence:
     preempted: bool = False
     cached_tokens: int | None = None
     scored: int = 0
+    branch: int = 0
+    started: int = 0
     stop_from: int = field(init=False)
     stop_at: int = field(init=False)
     finish_reason: FinishReason | None = None

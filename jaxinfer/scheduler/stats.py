@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from jaxinfer.cache import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
 class KindStats:
-    """Pages of one cache kind: total = free + evictable + protected (page 0 is not counted).
+    """Pages (STATE kinds: slots) of one cache kind: total = free + evictable + protected, number 0 not counted.
 
-    evictable: only the prefix tree has them. protected: running sequences hold them.
+    Attributes:
+        scope: "token", "window" or "state".
+        evictable: only the prefix tree has them. protected: running sequences hold them.
+        cached: in the prefix tree, in use or not.
+        published, evicted, thinned, duplicates, shortened: since the start, see cache.ledger.KindCounters.
     """
 
     name: str
+    scope: str
     total: int
     free: int
     evictable: int
     protected: int
+    cached: int
+    published: int
+    evicted: int
+    thinned: int
+    duplicates: int
+    shortened: int
+
+
+def kind_stats(tree: PrefixTree) -> tuple[KindStats, ...]:
+    """A reading of every kind, in order."""
+    return tuple(
+        KindStats(
+            spec.name,
+            str(spec.scope),
+            total=pool.usable,
+            free=pool.free,
+            evictable=tree.evictable(kind),
+            protected=pool.usable - tree.available(kind),
+            cached=tree.cached(kind),
+            **asdict(tree.counters(kind)),
+        )
+        for kind, (spec, pool) in enumerate(zip(tree.specs, tree.pools, strict=True))
+    )
 
 
 @dataclass(frozen=True, slots=True)

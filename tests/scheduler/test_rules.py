@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxinfer.cache import CacheSpec, Scope
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import CapacityError, ConfigError, InvalidRequest
 from jaxinfer.scheduler import Scheduler, StepOutput, StepPlan
@@ -204,12 +203,6 @@ def test_a_window_pool_of_one_window_is_enough():
     serve(runner, *(request(f"r{i}", [i] * 90, 20) for i in range(3)))
     with pytest.raises(ConfigError, match=r"num_pages=3 of cache kind 'window8'.*at least 4"):
         Runner((FULL, window(8)), (60, 3), 200)
-
-
-def test_state_kinds_are_refused():
-    state = CacheSpec("recurrent", Scope.STATE, (0,), ())
-    with pytest.raises(ConfigError, match="recurrent"):
-        Scheduler(EngineConfig(), (state,), (10,), 100)
 
 
 def test_ids_in_use_and_empty_prompts_are_refused():

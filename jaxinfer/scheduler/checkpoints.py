@@ -1,0 +1,48 @@
+"""Checkpoints: at which positions of a sequence the states of its STATE kinds are worth keeping.
+
+Positions are multiples of the page size; the policies are named in EngineConfig.checkpoint_policy.
+Never allocates. Called by pages.py and the scheduler.
+"""
+
+from __future__ import annotations
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.scheduler.sequence import Sequence
+
+
+class Checkpoints:
+    """The policy of one engine. `active`: False where nothing is ever kept (no STATE kinds, or no cache)."""
+
+    def __init__(self, config: EngineConfig, states: bool) -> None:
+        self.page = config.page_size
+        self.interval = config.checkpoint_grid
+        self.policy = config.checkpoint_policy
+        self.active = states and config.enable_prefix_caching and self.policy != "none"
+
+    def inside(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Positions in (start, end] at which a prompt chunk keeps the state, in order.
+
+        They lie before the last known token: a prompt that comes again has one token to compute.
+        """
+        if not (self.active and sequence.request.use_prefix_cache):
+            return []
+        end = min(end, len(sequence.tokens) - 1)
+        wanted = [p // self.page * self.page for p in sequence.request.breakpoints]
+        if sequence.request.group is not None:  # the siblings fork here
+            wanted.append((len(sequence.tokens) - 1) // self.page * self.page)
+        if self.policy in ("align", "branch"):
+            wanted.append(sequence.branch)
+        if self.policy == "align":
+            wanted.append(end // self.interval * self.interval)
+        if self.policy == "second-hit":
+            wanted.append(sequence.branch // self.interval * self.interval)
+        return sorted({p for p in wanted if start < p <= end})
+
+    def at_decode(self, sequence: Sequence, position: int) -> bool:
+        """Whether a decoding sequence keeps its state at `position`, a multiple of the page size."""
+        return (
+            self.active
+            and self.policy == "align"
+            and position % self.interval == 0
+            and sequence.request.use_prefix_cache
+        )
