@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxinfer.cache.node import Held, Node
 from jaxinfer.cache.pool import PagePool, Pool, SlotPool
+from jaxinfer.cache.resume import first_page
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.errors import ConfigError
 
@@ -128,8 +129,7 @@ class Ledger:
 
     def first_page(self, kind: int, position: int) -> int:
         """Index of the first page that the token at `position` (and all later ones) can see."""
-        window = self.windows[kind]
-        return max(0, position - window + 1) // self.page_size if window else 0
+        return first_page(self.specs[kind], position, self.page_size)
 
     # -- working slots and checkpoints ---------------------------------------------------------
 

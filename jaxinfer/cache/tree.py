@@ -29,6 +29,7 @@ from jaxinfer.cache.inspect import NodeView, check_holders, check_nodes, views
 from jaxinfer.cache.ledger import Ledger
 from jaxinfer.cache.node import Held, Match, Node, descend, path_to
 from jaxinfer.cache.pool import Pool
+from jaxinfer.cache.resume import depths, needed
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.errors import ConfigError
 
@@ -55,9 +56,7 @@ class PrefixTree(Ledger):
         self.max_states = max_states
         self._roots: dict[Namespace, Node] = {}
         self._listener: Listener | None = None
-        # TOKEN pages stand in every node, so only the other kinds ever cut a hit short.
-        self._whole = any(s.scope is Scope.TOKEN for s in specs)
-        self._cutting = tuple(k for k, s in enumerate(specs) if s.scope is not Scope.TOKEN)
+        self._token_kinds = tuple(k for k, s in enumerate(specs) if s.scope is Scope.TOKEN)
 
     # -- prefixes ------------------------------------------------------------------------------
 
@@ -73,15 +72,18 @@ class PrefixTree(Ledger):
         TOKEN kinds need all its pages, WINDOW kinds the last window, STATE kinds a checkpoint exactly at
         its end. `count`: enter what cut it short in the counters.
         """
+        size = self.page_size
         path = self._walk(namespace, tokens, len(tokens) if limit is None else limit)
-        best, known, others = self._resume(path)
-        size, last = self.page_size, path[best - 1] if best else None
+        best, known, others = depths(self.specs, path, size)
+        del path[best:]
         if count:
             for kind, depth in enumerate(others):
                 self._counters[kind].shortened += max(0, depth - best) * size
-        base = tuple(self._base(kind, best) for kind in range(len(self.specs)))
-        pages = self._pages_of(path[:best], base)
-        return Match(best * size, pages, base, last, known * size)
+        nodes = [needed(spec, path, size) for spec in self.specs]
+        pages = tuple([node.pages[k] for node in mine] for k, mine in enumerate(nodes))
+        starts = (best - len(mine) for mine in nodes)
+        base = tuple(n if s.paged else 0 for n, s in zip(starts, self.specs, strict=True))
+        return Match(best * size, pages, base, path[-1] if path else None, known * size)
 
     def _walk(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> list[Node]:
         node = self._roots.get(namespace)
@@ -89,54 +91,13 @@ class PrefixTree(Ledger):
         if node is None:
             return path
         size = self.page_size
-        tokens = tuple(tokens[:limit])
+        tokens = tuple(tokens[: max(0, limit)])
         for start in range(0, len(tokens) // size * size, size):
             node = node.children.get(tokens[start : start + size])
             if node is None:
                 break
             path.append(node)
         return path
-
-    def _resume(self, path: list[Node]) -> tuple[int, int, list[int]]:
-        """Depths in pages at which all kinds can resume, all paged kinds, and all but each kind.
-
-        A depth that is not above the first one may be given as 0.
-        """
-        fits = [(kind, self._fits(kind, path)) for kind in self._cutting]
-        known, others = 0, [0] * len(self.specs)
-        for depth in range(len(path), 0, -1):
-            bad = [kind for kind, fit in fits if not fit[depth - 1]]
-            if not known and all(kind in self.state_kinds for kind in bad):
-                known = depth
-            if not bad:
-                return depth, known, others
-            if len(bad) == 1 and not others[bad[0]]:
-                others[bad[0]] = depth
-        return 0, known, others
-
-    def _fits(self, kind: int, path: list[Node]) -> list[int] | list[bool]:
-        """Whether this kind can resume after each node of the path."""
-        pages = [node.pages[kind] for node in path]
-        if not self.windows[kind]:
-            return pages
-        size, back = self.page_size, self.windows[kind] - 1
-        out, start = [], 0  # first page of the live run that ends at the current one
-        for index, page in enumerate(pages):
-            if not page:
-                start = index + 1
-            out.append(start * size <= max(0, (index + 1) * size - back))
-        return out
-
-    def _base(self, kind: int, depth: int) -> int:
-        """The first sequence page that kind `kind` needs to resume after `depth` pages."""
-        return min(depth, self.first_page(kind, depth * self.page_size))
-
-    def _pages_of(self, path: list[Node], base: Sequence[int]) -> tuple[list[int], ...]:
-        """What each kind needs to resume at the end of the path: pages, or the checkpoint."""
-        return tuple(
-            [node.pages[kind] for node in (path[base[kind] :] if spec.paged else path[-1:])]
-            for kind, spec in enumerate(self.specs)
-        )
 
     def lock(self, match: Match) -> Held:
         """References to everything in a match: it cannot be evicted until the Held is released.
@@ -149,23 +110,22 @@ class PrefixTree(Ledger):
         if match.node is None:
             return held
         path = path_to(match.node)
-        base = [self._base(kind, len(path)) for kind in range(len(self.specs))]
-        pages = self._pages_of(path, base)
-        for kind, mine in enumerate(pages):
+        nodes = [needed(spec, path, self.page_size) for spec in self.specs]
+        for kind, mine in enumerate(nodes):
             owner = self._owner[kind]
-            nodes = path[base[kind] :] if self.specs[kind].paged else path[-1:]
-            if not all(owner.get(p) is n for p, n in zip(mine, nodes, strict=True)):
+            if not all(owner.get(node.pages[kind]) is node for node in mine):
                 raise RuntimeError(
                     f"kind {self.specs[kind].name!r} cannot resume after {len(path)} pages: the tree has "
                     "changed since it was matched; match again"
                 )
-        for kind, mine in enumerate(pages):
-            for page in mine:
+        for kind, mine in enumerate(nodes):
+            pages = [node.pages[kind] for node in mine]
+            for page in pages:
                 self.take(kind, page)
             if self.specs[kind].paged:
-                held.pages[kind], held.base[kind] = mine, base[kind]
+                held.pages[kind], held.base[kind] = pages, len(path) - len(pages)
             else:
-                held.source[kind] = mine[0]
+                held.source[kind] = pages[0]
         held.node, held.depth = match.node, len(path)
         return held
 
@@ -182,10 +142,12 @@ class PrefixTree(Ledger):
         if held.node is None or not held.node.attached:  # never inserted, or the tree was cleared
             held.node, held.depth = None, 0
         rewritten: list[tuple[int, int]] = []
+        count = length // self.page_size
         ready = [p for p in held.pending if p[0] <= length]
-        count = self._worthwhile(length // self.page_size, held, ready)
         if held.depth < count:
-            self._grow(namespace, tokens, count, held, rewritten)
+            count = self._worthwhile(count, held, ready)
+            if held.depth < count:
+                self._grow(namespace, tokens, count, held, rewritten)
         if ready:
             assert held.node is not None
             path = path_to(held.node)
@@ -196,8 +158,8 @@ class PrefixTree(Ledger):
 
     def _worthwhile(self, count: int, held: Held, ready: list[tuple[int, list[int]]]) -> int:
         """How many of the first `count` pages have something to publish in them or below them."""
-        windows = (self.windows[k] and held.base[k] < count for k in self._cutting)
-        if self._whole or any(windows):
+        windows = (w and base < count for w, base in zip(self.windows, held.base, strict=True))
+        if self._token_kinds or any(windows):
             return count
         return ready[-1][0] // self.page_size if ready else 0
 
@@ -297,12 +259,12 @@ class PrefixTree(Ledger):
         )
         for _ in range(count):
             node = next(iter(self._idle[kind].values()))
-            if kind in self._cutting:  # the rest of the node stays
+            if kind in self._token_kinds:
+                self._remove(node)
+            else:  # the rest of the node stays
                 self._drop_page(node, kind)
                 self._counters[kind].evicted += 1
                 self._prune(node)
-            else:
-                self._remove(node)
 
     def drop_checkpoint(self, namespace: Namespace, tokens: Sequence[int], kind: int) -> bool:
         """Forget the checkpoint at the end of `tokens`; False if there is none. The pages stay.

@@ -332,8 +332,11 @@ def test_pending_positions_are_page_ends_in_order():
     tree = make("t s")
     held = start(tree, TOKENS[:33], 0)
     tree.settle_source(held)
+    for act in (tree.reserve_checkpoint, tree.turn_checkpoint):
+        with pytest.raises(AssertionError, match="no page ends at 0"):
+            act(held, 0)
     tree.reserve_checkpoint(held, 8)
-    for position in (0, 6, 8, 4):
+    for position in (6, 8, 4, 10):
         with pytest.raises(AssertionError):
             tree.reserve_checkpoint(held, position)
         with pytest.raises(AssertionError):
