@@ -21,9 +21,9 @@ class Case:
 
 
 def attention(case: Case) -> np.ndarray:
-    """float64 [N, C, H, hd]: zeros for queries that see nothing, and for padding."""
+    """float64 [N, C, H, v_pool's hd]: zeros for queries that see nothing, and for padding."""
     q, k_pool, v_pool, tables, base, start = case.arrays
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v_pool.shape[3]))
     kv_heads, page = k_pool.shape[1:3]
     group = q.shape[2] // kv_heads
     for n, i, h in np.ndindex(*q.shape[:3]):
@@ -43,8 +43,10 @@ def attention(case: Case) -> np.ndarray:
         score = keys @ q[n, i, h].astype(np.float64) * case.options["scale"]
         if cap := case.options["softcap"]:
             score = cap * np.tanh(score / cap)
+        if (sinks := case.options.get("sinks")) is not None:
+            score = np.append(score, sinks[h])  # one more column of the softmax, that is dropped
         weight = np.exp(score - score.max())
-        out[n, i, h] = weight / weight.sum() @ values
+        out[n, i, h] = (weight / weight.sum())[: len(values)] @ values
     return out
 
 

@@ -17,6 +17,7 @@ from pallas_kernels import native
 native._FLAGS = (*native._FLAGS, *{flags!r})
 native.cache_dir = lambda: Path({folder!r})
 import numpy as np
+from tests.kernels import test_experts, test_latent, test_sinks, test_sparse
 from tests.kernels.oracle import make_case
 from tests.kernels.test_attention import _prompt, check, run as attend
 from tests.kernels.test_matmul import close, draw, run
@@ -39,6 +40,15 @@ for first, count in ((0, 1), (65, 40), (699, 1)):
         (q[:, first : first + count], k_pool, v_pool, tables, base, start), case.options, case.lengths
     )
     np.testing.assert_array_equal(attend(part, "native")[0], whole[first : first + count])
+test_sinks.test_contexts_longer_than_a_segment(None, "native", 40)
+test_sinks.test_native_is_bitwise_the_same_however_a_prompt_is_cut(None)
+test_latent.test_contexts_longer_than_a_segment(None, "native")
+test_latent.test_native_is_bitwise_the_same_however_a_prompt_is_cut(None, 20)
+test_sparse.test_real_scores_leave_out_nothing_better(None, "native")
+test_sparse.test_native_choice_is_the_same_however_a_prompt_is_cut(None)
+test_sparse.test_native_over_all_keys_is_bitwise_latent_attention(None)
+for k, n in ((131, 77), (96, 200)):
+    test_experts.test_native_rows_are_bitwise_those_of_the_plain_matmul(None, k, n)
 print("equal")
 """
 
