@@ -9,7 +9,6 @@ from __future__ import annotations
 from random import Random
 
 from jaxinfer.cache import CacheSpec, Held, Match, PagePool, PrefixTree, Scope, SlotPool
-from jaxinfer.cache.node import descend, path_to
 
 Prefix = tuple[tuple[object, ...], tuple[int, ...]]
 
@@ -35,17 +34,20 @@ def contents(tree: PrefixTree) -> dict[Prefix, list[int]]:
     """The pages of every node, by namespace and tokens from the start."""
     out = {}
     for namespace, root in tree._roots.items():
-        for node in descend(root):
-            if node is not root:
-                out[namespace, sum((n.key for n in path_to(node)), ())] = list(node.pages)
+        stack = [((), child) for child in root.children.values()]
+        while stack:
+            before, node = stack.pop()
+            tokens = before + node.key
+            out[namespace, tokens] = list(node.pages)
+            stack += [(tokens, child) for child in node.children.values()]
     return out
 
 
 class Oracle:
     """What can be resumed given `nodes`, found by trying every length."""
 
-    def __init__(self, tree: PrefixTree) -> None:
-        self.specs, self.size, self.nodes = tree.specs, tree.page_size, contents(tree)
+    def __init__(self, tree: PrefixTree, nodes: dict[Prefix, list[int]]) -> None:
+        self.specs, self.size, self.nodes = tree.specs, tree.page_size, nodes
 
     def reach(self, ns: tuple[object, ...], tokens: list[int], kinds: list[int]) -> int:
         """The largest length known to the tree at which these kinds can resume."""
@@ -61,7 +63,7 @@ class Oracle:
             return self.nodes[ns, tuple(tokens[:h])][kind] != 0
         first = max(0, h - (spec.window - 1)) if spec.window else 0
         ends = {(position // self.size + 1) * self.size for position in range(first, h)}
-        return all(self.nodes.get((ns, tuple(tokens[:e])), [0] * 9)[kind] for e in ends)
+        return all(self.nodes[ns, tuple(tokens[:end])][kind] for end in ends)
 
     def check(self, match: Match, ns: tuple[object, ...], tokens: list[int]) -> list[int]:
         """Compare a match; by kind the tokens that this kind alone cut off."""

@@ -63,14 +63,15 @@ class Traffic:
         self.tree.check(work.held for work in self.live)
         for work in self.live:
             work.check()
-        assert self.index.stored() == set(contents(self.tree)), "events do not add up to the tree"
-        self.compare()
+        nodes = contents(self.tree)
+        assert self.index.stored() == set(nodes), "events do not add up to the tree"
+        self.compare(Oracle(self.tree, nodes))
 
-    def compare(self) -> None:
+    def compare(self, oracle: Oracle) -> None:
         ns, tokens = self.prompt()
         count = self.rng.random() < 0.5
         match = self.tree.match(ns, tokens, count=count)
-        cut = Oracle(self.tree).check(match, ns, tokens)
+        cut = oracle.check(match, ns, tokens)
         self.device.check(match, ns, tokens)
         self.hits += match.length > 0
         for k, tokens_cut in enumerate(cut):
