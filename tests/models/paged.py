@@ -6,8 +6,9 @@ engine. Also loads weight rules from tensors in memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -77,8 +78,10 @@ class Driver:
         blocks: int,
         sequences: int = 8,
         dtype: str = "float32",
+        block: int = BLOCK,
     ) -> None:
         self.config, self.params, self.rows, self.blocks = config, params, rows, blocks
+        self.block = block
         self.specs = get_family(config).cache_specs(config, dtype)
         counts = [
             1 + sequences * (1 if spec.scope is Scope.STATE else PAGES_PER_ROW)
@@ -103,7 +106,7 @@ class Driver:
         self, decode: list[Sequence], prefill: list[tuple[Sequence, int]]
     ) -> tuple[Batch, list[tuple[Sequence, list[int]]]]:
         assert len(decode) <= self.rows
-        count = self.rows + self.blocks * BLOCK
+        count = self.rows + self.blocks * self.block
         owner: list[Sequence | None] = [None] * count
         tokens, positions, lengths = (np.zeros(count, np.int32) for _ in range(3))
         row_of: list[Sequence | None] = [None] * (self.rows + self.blocks)
@@ -118,11 +121,13 @@ class Driver:
         for i, (sequence, n) in enumerate(prefill):
             row_of[self.rows + i], mine = sequence, []
             for j in range(n):
-                if j % BLOCK == 0:
+                # Exact replay: blocks end at multiples of their size.
+                at = j if self.config.replay == "tolerant" else sequence.done + j
+                if j == 0 or at % self.block == 0:
                     block_row[block], block_start[block] = self.rows + i, sequence.done + j
                     block += 1
+                place = self.rows + (block - 1) * self.block + block_length[block - 1]
                 block_length[block - 1] += 1
-                place = self.rows + (block - 1) * BLOCK + j % BLOCK
                 owner[place] = sequence
                 tokens[place] = sequence.tokens[sequence.done + j]
                 positions[place] = sequence.done + j
@@ -138,8 +143,18 @@ class Driver:
             for spec in self.specs
         )
         arrays = [jnp.asarray(a) for a in (tokens, positions, lengths, *blocks)]
-        batch = Batch(*arrays, kinds, self.rows, self.blocks, BLOCK)
+        batch = Batch(*arrays, kinds, self.rows, self.blocks, self.block)
         return batch, places
+
+    def fork(self, sequence: Sequence, index: int) -> Sequence:
+        """A sequence that has everything of `sequence` so far, in pages and slots of its own."""
+        for spec in self.specs:
+            slots = 1 if spec.scope is Scope.STATE else PAGES_PER_ROW
+            old, new = (slice(1 + i * slots, 1 + (i + 1) * slots) for i in (sequence.index, index))
+            for layer, item in product(spec.layers, spec.fields):
+                pool = self.caches[layer][item.name]
+                self.caches[layer][item.name] = pool.at[new].set(pool[old])
+        return replace(sequence, index=index, logits=list(sequence.logits))
 
     def _slots(
         self,
