@@ -68,11 +68,10 @@ struct Select {
     }
   }
 
-  // A number that orders like the score, NaN above all, 0 and -0 alike.
+  // A number that orders like the score, NaN above all. No score is -0: its sum began with 0.
   static uint32_t ordered(float score) {
     if (score != score) return ~0u;
     uint32_t bits;
-    score += 0.0f;
     std::memcpy(&bits, &score, sizeof bits);
     return bits >> 31 ? ~bits : bits | 1u << 31;
   }
