@@ -59,12 +59,13 @@ def test_a_hit_ends_at_a_checkpoint_or_nowhere():
         assert match.known == min(24, cut // 4 * 4)
         assert len(match.pages[0]) == match.length // 4
         assert len(match.pages[1]) == (match.length > 0)
+    for tokens in (TOKENS[:21], TOKENS[:24], [*TOKENS[:20], 0, 0, 0, 0], TOKENS[4:24], []):
+        assert not tree.drop_checkpoint(NS, tokens, 1)
     assert tree.drop_checkpoint(NS, TOKENS[:20], 1)
     assert tree.match(NS, TOKENS).length == 8 and tree.match(NS, TOKENS).known == 24
     assert tree.drop_checkpoint(NS, TOKENS[:8], 1)
     assert tree.match(NS, TOKENS).length == 0 and tree.cached(0) == 6
-    for tokens in (TOKENS[:8], TOKENS[:9], TOKENS[8:16], []):
-        assert not tree.drop_checkpoint(NS, tokens, 1)
+    assert not tree.drop_checkpoint(NS, TOKENS[:8], 1)
     with pytest.raises(AssertionError, match="kind 0 has no checkpoints"):
         tree.drop_checkpoint(NS, TOKENS[:8], 0)
     tree.check()

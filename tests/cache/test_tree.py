@@ -39,6 +39,7 @@ def test_full_pages_are_found_again_and_the_cut_leaves_a_token_to_compute():
     assert tree.match(NS, tokens).length == 8
     assert tree.match(NS, tokens[:8]).length == 8
     assert tree.match(NS, tokens[:8], limit=7).length == 4
+    assert tree.match(NS, tokens, limit=0).length == tree.match(NS, tokens, limit=-1).length == 0
     assert tree.match(NS, tokens).pages == (held.pages[0][:2],)
     tree.check([held])
     tree.release(held)
