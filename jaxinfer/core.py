@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -87,6 +87,7 @@ class EngineCore:
         sizes: PoolSizes | None = None,
     ) -> None:
         enable_compile_cache(config.compile_cache)
+        model = replace(model, replay=config.replay)
         family = get_family(model)
         self._specs = specs = family.cache_specs(model, dtype)
         self.sizes = sizes or size_pools(config, model, specs)

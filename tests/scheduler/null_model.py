@@ -1,8 +1,8 @@
 """A model without numbers: it proves that every row sees the entries of its own tokens, and only those.
 
 The next token is a hash of all tokens before it, of the seed and of the output position. The cache
-holds, in place of K and V, the hash of the token prefix that each entry stands for. Every step
-checks all entries that a row could see, so a wrong page, position or length fails at once.
+holds, in place of K and V, the hash of the token prefix that each entry stands for; a slot holds that of all
+tokens fed. Every step checks all that a row could see, so a wrong page, slot, position or length fails at once.
 Used by the scheduler's tests.
 """
 
@@ -26,6 +26,10 @@ FULL = CacheSpec("full", Scope.TOKEN, (0,), (Field("k", (1, 4), "float32"),))
 
 def window(size: int) -> CacheSpec:
     return CacheSpec(f"window{size}", Scope.WINDOW, (1,), (Field("k", (1, 4), "float32"),), 1, size)
+
+
+def state(name: str = "state") -> CacheSpec:
+    return CacheSpec(name, Scope.STATE, (2,), (Field(name, (4,), "float32"),))
 
 
 def mix(*parts: int) -> int:
@@ -87,6 +91,10 @@ class NullModel:
         self.scheduler, self.config, self.specs = scheduler, config, specs
         self.size = config.page_size
         self.entries: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in specs]
+        self.kinds = [k for k, spec in enumerate(specs) if spec.scope is Scope.STATE]
+        self.states: dict[tuple[int, int], tuple[int, int]] = {}  # (kind, slot) -> (position, hash)
+        self._writes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._users: dict[tuple[int, int], Sequence] = {}  # who reads or writes a slot in this step
         self.last_token = [0] * (config.rows + 1)
         self.slots: dict[int, Slot] = {}
         self.truths: dict[str, Truth] = {}
@@ -124,11 +132,45 @@ class NullModel:
             fed = [self.last_token[record[RowField.SLOT]]]
             assert record[RowField.LENGTH] == 1 and record[RowField.BLOCKS] == 0
             tokens[row] = self._row(record, fed, owners[row])
+            self._go_on(record, owners[row], [(int(record[RowField.START]) + 1, None)])
         for index, (sequence, fed, record) in enumerate(self._chunks(plan)):
             row = shape.rows + index
             assert (row in owners) == bool(record[RowField.FLAGS] & RowFlag.SAMPLE)
             tokens[row] = self._row(record, fed, sequence)
+            blocks = [b for b in plan.blocks.tolist() if b[0] == index]
+            self._go_on(record, sequence, [(b[1] + b[2], b[3:]) for b in blocks])
+        self.states |= self._writes
+        self._writes, self._users = {}, {}
         return StepOutput(tokens)
+
+    def _go_on(self, record: np.ndarray, sequence: Sequence, ends: list) -> None:
+        """Read the states at the row's start, write those at its blocks' ends (None: the row's own slots)."""
+        layout, chain, start = (
+            self.scheduler.layout,
+            self.truth(sequence).chain,
+            int(record[RowField.START]),
+        )
+        owners = self.scheduler._pages.tree._owner
+        for place, kind in enumerate(self.kinds):
+            column = layout.base_column(kind)
+            read = int(record[column])
+            assert (read == 0) == (start == 0)
+            if read:
+                got = self.states.get((kind, read))
+                assert got == (start, chain[start - 1]), "a row goes on from what is not its own"
+                assert self._users.setdefault((kind, read), sequence) is sequence or (
+                    read in owners[kind]
+                ), "two rows read a slot that is no checkpoint"
+            for position, slots in ends:
+                slot = int(record[column + 1]) if slots is None else slots[place]
+                if not slot:
+                    continue
+                key = (kind, slot)
+                assert key not in self._writes, "two blocks write to one slot"
+                assert slot not in owners[kind], "a checkpoint is written"
+                assert self._users.setdefault(key, sequence) is sequence, "another row's slot"
+                self._writes[key] = (position, chain[position - 1])
+            assert (slots is None and record[column + 1]) or ends[-1][1][place], "the state is lost"
 
     def _chunks(self, plan: StepPlan):
         cursor = 0
@@ -139,8 +181,9 @@ class NullModel:
             blocks = [b for b in plan.blocks.tolist() if b[0] == index]
             start, block = int(record[RowField.START]), plan.shape.block
             assert len(blocks) == record[RowField.BLOCKS] > 0
-            assert [b[1] for b in blocks] == [start + i * block for i in range(len(blocks))]
-            assert all(b[2] == block for b in blocks[:-1])
+            assert [b[1] for b in blocks] == [start, *(b[1] + b[2] for b in blocks[:-1])]
+            assert all(0 < b[2] <= block for b in blocks)
+            assert self.kinds or all(b[2] == block for b in blocks[:-1])
             length = sum(b[2] for b in blocks)
             assert length == record[RowField.LENGTH] and start + length == end
             fed = plan.tokens[cursor : cursor + length].tolist()
@@ -163,7 +206,7 @@ class NullModel:
         if sequence.finish_reason is None:
             assert slot == sequence.slot
             assert fed == truth.tokens[start:end], "a row was fed tokens of somebody else"
-        for kind in range(len(self.specs)):
+        for kind in (k for k in range(len(self.specs)) if k not in self.kinds):
             self._read_and_write(kind, record, sequence, start, end)
         if not record[RowField.FLAGS] & RowFlag.SAMPLE:
             return 0

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.null_model import FULL, Runner, request, window
+from tests.scheduler.null_model import FULL, Runner, request, state, window
 
 KINDS = {
     "full": (FULL,),
     "full+window": (FULL, window(8)),
     "window": (window(6),),
     "full+two windows": (FULL, window(3), window(13)),
+    "full+state": (FULL, state()),
+    "state": (state(),),
 }
 
 

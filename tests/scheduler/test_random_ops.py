@@ -10,7 +10,7 @@ from jaxinfer.layout import LoadOp
 from jaxinfer.scheduler import LoadPlan
 from jaxinfer.scheduler.plan import LOAD_ENTRIES
 from jaxinfer.types import FinishReason
-from tests.scheduler.null_model import FULL, Runner, request, window
+from tests.scheduler.null_model import FULL, Runner, request, state, window
 
 
 def random_request(rng: random.Random, key: str):
@@ -25,6 +25,8 @@ def random_request(rng: random.Random, key: str):
         options |= {"prompt_logprobs": 0}
     if rng.random() < 0.2:
         options |= {"group": f"g{rng.randrange(3)}"}
+    if rng.random() < 0.3:
+        options |= {"breakpoints": (rng.randint(1, len(prompt)),)}
     if rng.random() < 0.2:
         options |= {"stop_ids": range(0, 997, 9)}
     return request(
@@ -50,22 +52,42 @@ def finish_some(rng: random.Random, runner: Runner, live: list[str]) -> None:
     assert runner.scheduler.abort(key) is None
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm"])
+# Cache kinds and their pools: pages are scarce, and so are slots.
+PAGED = ((FULL, window(10)), (36, 36), {})
+HYBRID = ((FULL, window(10), state()), (40, 40, 14), {})
+SETTINGS = [
+    (*PAGED, "fcfs"),
+    (*PAGED, "priority"),
+    (*PAGED, "lpm"),
+    (*HYBRID[:2], {"checkpoint_interval": 8, "max_states_per_path": 2}, "fcfs"),
+    (*HYBRID[:2], {"checkpoint_interval": 4, "serial_weight": 3.0, "prefill_deadline": 2}, "lpm"),
+    (*HYBRID[:2], {"checkpoint_policy": "branch"}, "fcfs"),
+    (*HYBRID[:2], {"checkpoint_policy": "second-hit", "checkpoint_interval": 4}, "priority"),
+    (*HYBRID[:2], {"checkpoint_policy": "declared"}, "fcfs"),
+    (*HYBRID[:2], {"checkpoint_policy": "none"}, "fcfs"),
+    ((state(), state("second")), (11, 14), {"checkpoint_interval": 4}, "fcfs"),
+    ((state(), FULL, state("second")), (24, 40, 11), {"checkpoint_interval": 8}, "fcfs"),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_random_operations(overlap, policy):
-    rng = random.Random(f"{overlap}{policy}")
+def test_random_operations(overlap, setting):
+    specs, pools, options, policy = setting
+    rng = random.Random(f"{overlap}{policy}{options}")
     runner = Runner(
-        (FULL, window(10)),
-        (36, 36),
+        specs,
+        pools,
         120,
         check=False,
         overlap=overlap,
         policy=policy,
         max_num_batched_tokens=40,
+        **options,
     )
     live: list[str] = []
     requests = {}
-    for step in range(1700):  # six settings: more than 10,000 operations
+    for step in range(1700):  # more than 30,000 operations in all
         action = rng.random()
         if action < 0.12 and len(runner.scheduler._waiting) < 8:
             req = random_request(rng, f"r{step}")
@@ -81,7 +103,10 @@ def test_random_operations(overlap, policy):
         elif runner.inflight:
             runner.collect()
         runner.scheduler.check()
-    assert runner.scheduler.stats().preemptions > 0
+    kinds = runner.scheduler.stats().kinds
+    assert runner.scheduler.stats().preemptions > 0 or all(k.scope == "state" for k in kinds)
+    caching = options.get("checkpoint_policy") != "none"
+    assert (runner.scheduler.stats().prefix_hits > 0) == caching
     runner.drain()
     ended = [k for k in requests if k in runner.outputs]
     assert len(ended) > 50 and set(runner.reasons) == set(requests)
