@@ -276,6 +276,7 @@ class Runner:
         **config,
     ) -> None:
         config = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
+        config = {"checkpoint_interval": 8, **config}
         self.config = EngineConfig(**config)
         self.scheduler = Scheduler(self.config, specs, num_pages, max_model_len)
         self.model = NullModel(self.scheduler, self.config, specs)

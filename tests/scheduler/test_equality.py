@@ -82,7 +82,7 @@ def test_cache_on_or_off_gives_the_same_tokens(overlap, cache):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize("kinds", ["full", "full+window"])
+@pytest.mark.parametrize("kinds", ["full", "full+window", "full+state"])
 def test_scarce_pages(kinds, cache, overlap):
     """R-SCH-03: 8 sequences of 100 output tokens in pools of 30 to 40 pages; many preemptions."""
     preemptions = 0
@@ -90,7 +90,7 @@ def test_scarce_pages(kinds, cache, overlap):
     for pages in (30, 40):
         runner = Runner(
             specs,
-            tuple(pages if not s.window else 24 for s in specs),
+            tuple(24 if s.window else pages for s in specs),
             120,
             overlap=overlap,
             enable_prefix_caching=cache,
@@ -105,10 +105,12 @@ def test_scarce_pages(kinds, cache, overlap):
     assert preemptions >= 20
 
 
+@pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("depth", [2, 5])
-def test_many_steps_in_flight(depth):
+def test_many_steps_in_flight(depth, cache):
     """A preempted sequence is not admitted again before the last of its steps in flight is committed."""
-    runner = Runner((FULL, window(5)), (24, 24), 80, depth=depth, enable_prefix_caching=False)
+    kinds = (FULL, window(5), state())
+    runner = Runner(kinds, (24, 24, 24), 80, depth=depth, enable_prefix_caching=cache)
     requests = [request(f"r{i}", [i, 5, 6], 60, seed=i) for i in range(8)]
     for req in requests:
         runner.add(req)
