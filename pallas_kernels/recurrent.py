@@ -110,8 +110,8 @@ def delta_exact(
     """
     _check_delta(q, k, v, g, beta, pool)
     _check_places(q.shape[0], read=read, write=write, start=start, length=length)
-    by_channel = g.ndim == v.ndim
-    width = pending_width(*k.shape[2:], *v.shape[2:], by_channel, rule=beta is not None)
+    (key_heads, dk), (heads, dv) = k.shape[2:], v.shape[2:]
+    width = pending_width(key_heads, dk, heads, dv, g.ndim == v.ndim, rule=beta is not None)
     if pending.shape != (pool.shape[0], EXACT, width) or {pool.dtype, pending.dtype} != {_F32}:
         raise ValueError(
             f"pool {pool.dtype}{pool.shape} and pending {pending.dtype}{pending.shape} do not fit: "

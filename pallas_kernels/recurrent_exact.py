@@ -76,7 +76,8 @@ def _canonical(
         size = math.prod(shape)
         arrays.append(kept[:, at : at + size].reshape(EXACT, *shape))
         at += size
-    wide = reference.widened(*arrays, *[None] * (5 - len(arrays)))
-    part = reference.block(*(None if x is None else x.swapaxes(0, 1) for x in wide))
+    q, k, v, g, *rest = arrays
+    wide = reference.widened(reference.Inputs(q, k, v, g, rest[0] if rest else None))
+    part = reference.block(jax.tree.map(lambda x: x.swapaxes(0, 1), wide))
     after, out = reference.advance(state, part)
     return jax.lax.optimization_barrier((after, out.swapaxes(0, 1)))

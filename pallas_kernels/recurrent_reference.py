@@ -16,6 +16,16 @@ SUB = 16  # tokens whose decays per channel are compared pair by pair
 _FORGOTTEN = -104.0  # exp of this is 0 in float32; a larger sum of decays would only cost digits
 
 
+class Inputs(NamedTuple):
+    """The arguments of the delta rule; beta is None for plain linear attention."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array | None
+
+
 class Block(NamedTuple):
     """What a block of C tokens does to a state [H, dk, dv], whatever that state is."""
 
@@ -40,8 +50,8 @@ def delta_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """See recurrent.delta_chunk."""
     real = real_tokens(length, q.shape[1])
-    arrays = [None if x is None else masked(x, real) for x in (q, k, v, g, beta)]
-    blocks = block(*(None if x is None else x.swapaxes(1, 2) for x in widened(*arrays)))
+    inputs = jax.tree.map(lambda x: masked(x, real), Inputs(q, k, v, g, beta))
+    blocks = block(jax.tree.map(lambda x: x.swapaxes(1, 2), widened(inputs)))
     held = held_states(pool, read)
 
     def body(
@@ -67,7 +77,7 @@ def delta_step(
     write: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See recurrent.delta_step."""
-    q32, k32, v32, g32, b32 = widened(q, k, v, g, beta)
+    q32, k32, v32, g32, b32 = widened(Inputs(q, k, v, g, beta))
     state = held_states(pool, read) * jnp.exp(g32)[..., None]
     if b32 is not None:
         v32 = b32 * (v32 - _dot("rhd,rhde->rhe", k32, state))
@@ -113,10 +123,11 @@ def conv_step(
     return kept(pool, write, line[:, 1:]), out.astype(x.dtype)
 
 
-def block(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array | None) -> Block:
+def block(inputs: Inputs) -> Block:
     """The chunk form of blocks in float32: q, k [..., H, C, dk], v [..., H, C, dv], g [..., H, C, dk or 1],
     beta [..., H, C, 1].
     """
+    q, k, v, g, beta = inputs
     total = jnp.cumsum(g, axis=-2)
     scores = _scores if g.shape[-1] == 1 else _scores_by_channel
     inside, before = scores(q, k, total), jnp.exp(total)
@@ -189,16 +200,15 @@ def _scores_by_channel(x: jax.Array, k: jax.Array, total: jax.Array) -> jax.Arra
     return both.reshape(*x.shape[:-2], wide, wide)[..., :count, :count]
 
 
-def widened(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+def widened(inputs: Inputs) -> Inputs:
     """In float32, one key head for each value head, g and beta with an axis for the channels."""
+    q, k, v, g, beta = inputs
     heads = v.shape[-2]
     q, k = (jnp.repeat(x.astype(jnp.float32), heads // x.shape[-2], axis=-2) for x in (q, k))
     g = jnp.maximum(g.astype(jnp.float32), _FORGOTTEN)
     g = g[..., None] if g.ndim < v.ndim else g
     beta = None if beta is None else beta.astype(jnp.float32)[..., None]
-    return q, k, v.astype(jnp.float32), g, beta
+    return Inputs(q, k, v.astype(jnp.float32), g, beta)
 
 
 def _taps(line: list[jax.Array], w: jax.Array) -> jax.Array:
@@ -221,7 +231,8 @@ def masked(x: jax.Array, real: jax.Array) -> jax.Array:
 
 def held_states(pool: jax.Array, read: jax.Array) -> jax.Array:
     """float32 states of the slots that are read; zeros for a fresh start (slot 0 may hold anything)."""
-    state = pool[jnp.maximum(read, 0)].astype(jnp.float32)
+    # The barrier ends the read before a write may begin: without it XLA copies the pool for one row.
+    state = jax.lax.optimization_barrier(pool[jnp.maximum(read, 0)]).astype(jnp.float32)
     return jnp.where((read > 0).reshape(-1, *[1] * (pool.ndim - 1)), state, 0.0)
 
 

@@ -5,6 +5,7 @@ Shares nothing with the kernels: no chunk form, no masks. Used by the tests of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +16,35 @@ import numpy as np
 class Places:
     """Where blocks come from and go to; rows are chains of blocks."""
 
-    read: np.ndarray
-    write: np.ndarray
-    length: np.ndarray
+    read: Any  # arrays i32[blocks], as the ops take them
+    write: Any
+    length: Any
     slots: int
+
+
+def places_at(
+    read: Sequence[int], write: Sequence[int], length: Sequence[int], slots: int
+) -> Places:
+    """Blocks that read, write and hold what the lists say."""
+    return Places(np.array(read, "i4"), np.array(write, "i4"), np.array(length, "i4"), slots)
 
 
 def make_places(rng: np.random.Generator, rows: int, blocks: int, count: int) -> Places:
     """`rows` chains of 1 to `blocks` blocks of 0 to `count` tokens, with checkpoints on their way."""
     slots = 1 + rows * (blocks + 2)
-    free = list(rng.permutation(np.arange(1, slots)))
-    read, write, length = [], [], []
+    free = rng.permutation(np.arange(1, slots)).tolist()
+    read: list[int] = []
+    write: list[int] = []
+    length: list[int] = []
     for _ in range(rows):
         own, chain = free.pop(), int(rng.integers(1, blocks + 1))
         for i in range(chain):
-            first = rng.choice([0, own, free.pop()]) if i == 0 else -1
+            first = int(rng.choice([0, own, free.pop()])) if i == 0 else -1
             last = i == chain - 1
             read.append(first)
-            write.append(own if last else rng.choice([0, free.pop()]))
-            length.append(rng.choice([0, 1, count, rng.integers(0, count + 1)]))
-    arrays = (np.array(x, np.int32) for x in (read, write, length))
-    return Places(*arrays, slots)
+            write.append(own if last else int(rng.choice([0, free.pop()])))
+            length.append(int(rng.choice([0, 1, count, int(rng.integers(0, count + 1))])))
+    return places_at(read, write, length, slots)
 
 
 def make_delta(
@@ -78,18 +87,20 @@ def make_delta(
 
 def delta(arrays: tuple[Any, ...], places: Places) -> tuple[np.ndarray, np.ndarray]:
     """float64 pool and outputs of delta_chunk."""
-    q, k, v, g, beta, pool = (None if x is None else x.astype(np.float64) for x in arrays)
+    q, k, v, g, beta, pool = arrays
     heads, ratio = v.shape[2], v.shape[2] // k.shape[2]
-    after, out = pool.copy(), np.zeros(v.shape)
+    after, out = pool.astype(np.float64), np.zeros(v.shape)
     state = np.zeros(pool.shape[1:])
     for n, source in enumerate(places.read):
         if source >= 0:
-            state = pool[source].copy() if source else np.zeros(pool.shape[1:])
+            state = pool[source].astype(np.float64) if source else np.zeros(pool.shape[1:])
         for t in range(places.length[n]):
             for h in range(heads):
-                key, s = k[n, t, h // ratio], state[h]
-                s = s * np.exp(g[n, t, h])[..., None]
-                new = v[n, t, h] if beta is None else beta[n, t, h] * (v[n, t, h] - key @ s)
+                key, s = k[n, t, h // ratio].astype(np.float64), state[h]
+                s = s * np.exp(g[n, t, h].astype(np.float64))[..., None]
+                new = v[n, t, h]
+                if beta is not None:
+                    new = beta[n, t, h].astype(np.float64) * (new - key @ s)
                 state[h] = s + np.outer(key, new)
                 out[n, t, h] = q[n, t, h // ratio] @ state[h]
         if places.write[n]:

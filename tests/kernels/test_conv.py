@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from tests.kernels.recurrent_oracle import Places, conv, make_places
+from tests.kernels.recurrent_oracle import Places, conv, make_places, places_at
 
 IMPLS = ("native", "reference")
 
-chunk = jax.jit(pallas_kernels.conv_chunk, static_argnames="impl")
-step = jax.jit(pallas_kernels.conv_step, static_argnames="impl")
+chunk: Any = jax.jit(pallas_kernels.conv_chunk, static_argnames="impl")
+step: Any = jax.jit(pallas_kernels.conv_step, static_argnames="impl")
 
 cases = st.fixed_dictionaries(
     {
@@ -68,7 +68,7 @@ def test_native_matches_oracle(native_kernels, options):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("channels", [7, 300])
 def test_steps_are_bitwise_a_chunk(native_kernels, impl, channels):
-    places = Places(*(np.array([x], np.int32) for x in (2, 2, 40)), 5)
+    places = places_at([2], [2], [40], 5)
     x, w, pool = make(3, places, 40, channels, 4)
     _, want = chunk(x, w, pool, places.read, places.write, places.length, impl=impl)
     cut, lengths = (
@@ -90,14 +90,14 @@ def test_steps_are_bitwise_a_chunk(native_kernels, impl, channels):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_derivatives(native_kernels, impl):
     """The op is linear in x and in w: its derivatives are its own values."""
-    places = Places(*(np.array(x, np.int32) for x in ([2, -1], [0, 3], [5, 3])), 4)
+    places = places_at([2, -1], [0, 3], [5, 3], 4)
     x, w, pool = make(3, places, 5, 6, 3)
     x, pool = np.nan_to_num(x), np.nan_to_num(pool)
     where = places.read, places.write, places.length
 
     @jax.jit
     def gradients(x: jax.Array, w: jax.Array, pool: jax.Array) -> Any:
-        run = partial(pallas_kernels.conv_chunk, impl=impl)
+        run = partial(chunk, impl=impl)
         return jax.grad(lambda *a: run(*a, *where)[1].sum(), argnums=(0, 1, 2))(x, w, pool)
 
     def value(x: np.ndarray, w: np.ndarray, pool: np.ndarray) -> float:
@@ -114,11 +114,12 @@ def test_derivatives(native_kernels, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bfloat16_sums_in_float32(impl):
-    places = Places(*(np.array([x], np.int32) for x in (1, 1, 16)), 3)
+    places = places_at([1], [1], [16], 3)
     low = [jnp.asarray(a, jnp.bfloat16) for a in make(4, places, 16, 24, 4)]
     pool, out = chunk(*low, places.read, places.write, places.length, impl=impl)
     assert pool.dtype == out.dtype == jnp.bfloat16
-    want_pool, want = conv(*(np.asarray(a, np.float32) for a in low), places)
+    x, w, before = (np.asarray(a, np.float32) for a in low)
+    want_pool, want = conv(x, w, before, places)
     np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=1e-3, rtol=0.005)
     np.testing.assert_array_equal(np.asarray(pool, np.float32)[1:], want_pool[1:])
 
@@ -128,6 +129,6 @@ def test_shapes_that_do_not_fit_are_refused():
     x, w, pool = jnp.zeros((2, 5)), jnp.zeros((5, 3)), jnp.zeros((4, 2, 5))
     for arrays in ((x, w[:4], pool), (x, w[:, :1], pool[:, :0]), (x, w, pool[:, :1])):
         with pytest.raises(ValueError, match="K >= 2"):
-            pallas_kernels.conv_step(*arrays, places, places)
+            step(*arrays, places, places)
     with pytest.raises(ValueError, match=r"read\(1,\)"):
-        pallas_kernels.conv_step(x, w, pool, places[:1], places)
+        step(x, w, pool, places[:1], places)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from tests.kernels.recurrent_oracle import Places, delta, make_delta, make_places
+from tests.kernels.recurrent_oracle import Places, delta, make_delta, make_places, places_at
 
 IMPLS = ("native", "reference")
 
-chunk = jax.jit(pallas_kernels.delta_chunk, static_argnames="impl")
-step = jax.jit(pallas_kernels.delta_step, static_argnames="impl")
+chunk: Any = jax.jit(pallas_kernels.delta_chunk, static_argnames="impl")
+step: Any = jax.jit(pallas_kernels.delta_step, static_argnames="impl")
 
 
 def check(arrays: tuple[Any, ...], places: Places, impl: str, tolerance: float = 2e-5) -> None:
@@ -73,7 +73,7 @@ KINDS = ({}, {"by_channel": True}, {"rule": False}, {"rule": False, "by_channel"
 
 def sequence(length: int, **options: Any) -> tuple[list[Any], np.ndarray, Places]:
     """The inputs of one row, [1, length, ...], and a pool with room for checkpoints."""
-    places = Places(*(np.array([x], np.int32) for x in (1, 1, length)), 9)
+    places = places_at([1], [1], [length], 9)
     *inputs, pool = make_delta(5, places, count=length, **options)
     return inputs, pool, places
 
@@ -81,13 +81,12 @@ def sequence(length: int, **options: Any) -> tuple[list[Any], np.ndarray, Places
 def blocks(inputs: list[Any], ends: list[int], count: int) -> tuple[list[Any], np.ndarray]:
     """The inputs of a row cut into blocks of `count` places, padded with NaN, and their lengths."""
     lengths = np.diff([0, *ends]).astype(np.int32)
-    cut = []
-    for x in inputs:
-        rows = None if x is None else np.full((len(ends), count, *x.shape[2:]), np.nan, np.float32)
+    cut = jax.tree.map(
+        lambda x: np.full((len(ends), count, *x.shape[2:]), np.nan, np.float32), inputs
+    )
+    for rows, x in zip(jax.tree.leaves(cut), jax.tree.leaves(inputs), strict=True):
         for n, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            if rows is not None:
-                rows[n, :length] = x[0, end - length : end]
-        cut.append(rows)
+            rows[n, :length] = x[0, end - length : end]
     return cut, lengths
 
 
@@ -155,37 +154,36 @@ def test_keys_that_are_all_the_same_do_not_explode(native_kernels, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_rows_change_nothing(native_kernels, impl, kind):
-    places = Places(*(np.array(x, np.int32) for x in ([2, 0, 0], [0, 0, 0], [0, 0, 0])), 4)
+    places = places_at([2, 0, 0], [0, 0, 0], [0, 0, 0], 4)
     arrays = make_delta(3, places, count=8, **kind)
     pool, out = chunk(*arrays, places.read, places.write, places.length, impl=impl)
     np.testing.assert_array_equal(out, 0.0)
     np.testing.assert_array_equal(pool, arrays[-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_derivatives_of_both_forms_are_those_of_the_oracle(native_kernels, kind):
-    places = Places(*(np.array(x, np.int32) for x in ([2, -1], [0, 3], [5, 3])), 4)
-    arrays = make_delta(3, places, count=5, dk=4, dv=3, **kind)
-    pool = np.nan_to_num(arrays[-1])
-    floats = [x for x in (*arrays[:-1], pool) if x is not None]
-    seeds = [np.random.default_rng(i).normal(size=x.shape) for i, x in enumerate((pool, arrays[2]))]
+@pytest.mark.parametrize(
+    ("impl", "kind"), [*(("reference", kind) for kind in KINDS), ("native", KINDS[0])]
+)
+def test_derivatives_are_those_of_the_oracle(native_kernels, impl, kind):
+    places = places_at([2, -1], [0, 3], [18, 2], 4)
+    arrays = make_delta(3, places, count=18, dk=4, dv=3, **kind)
+    floats = [x for x in (*arrays[:-1], np.nan_to_num(arrays[-1])) if x is not None]
+    rng = np.random.default_rng(1)
+    weights = [rng.normal(size=x.shape) for x in (arrays[-1], arrays[2])]
 
-    def loss(form, floats):
+    def loss(form: Any, floats: list[Any]) -> Any:
         *inputs, pool = floats
-        inputs = [*inputs, None] if len(inputs) == 4 else inputs
-        after, out = form(*inputs, pool)
-        return (after[1:] * seeds[0][1:]).sum() + (out * seeds[1]).sum()
+        after, out = form(*inputs, *[None] * (5 - len(inputs)), pool)
+        return (after[1:] * weights[0][1:]).sum() + (out * weights[1]).sum()
 
-    def run(impl, *arrays):
-        where = places.read, places.write, places.length
-        return pallas_kernels.delta_chunk(*arrays, *where, impl=impl)
+    def run(*arrays: Any) -> Any:
+        return chunk(*arrays, places.read, places.write, places.length, impl=impl)
 
     wanted = _numeric(partial(loss, lambda *a: delta(a, places)), floats)
-    for impl in IMPLS:
-        grads = jax.jit(jax.grad(partial(loss, partial(run, impl))))(floats)
-        for x, grad, want in zip(floats, grads, wanted, strict=True):
-            assert np.isfinite(grad).all()
-            np.testing.assert_allclose(grad[np.isfinite(x)], want[np.isfinite(x)], 2e-3, 1e-4)
+    grads = jax.jit(jax.grad(partial(loss, run)))(floats)
+    for x, grad, want in zip(floats, grads, wanted, strict=True):
+        assert np.isfinite(grad).all()
+        np.testing.assert_allclose(grad[np.isfinite(x)], want[np.isfinite(x)], 2e-3, 1e-4)
 
 
 def _numeric(loss: Any, floats: list[np.ndarray]) -> list[np.ndarray]:
@@ -218,18 +216,16 @@ def test_bfloat16_is_computed_in_float32(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_donated_step_copies_no_pool(native_kernels, impl):
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_donated_step_copies_no_pool(native_kernels, impl, count):
     pool = jax.ShapeDtypeStruct((600, 4, 32, 32), jnp.float32)
-    rows, token = (
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-        jax.ShapeDtypeStruct((2, 4, 32), jnp.float32),
-    )
-    gate = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    rows = jax.ShapeDtypeStruct((count,), jnp.int32)
+    token, gate = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((count, 4, 32), (count, 4)))
 
     def two(pool, q, k, v, g, beta, read, write):
         pool, out = pallas_kernels.delta_step(q, k, v, g, beta, pool, read, write, impl=impl)
         blocks = (x[:, None] for x in (q, k, out, g, beta))
-        return pallas_kernels.delta_chunk(*blocks, pool, write, write, write, impl=impl)
+        return chunk(*blocks, pool, write, write, write, impl=impl)
 
     args = (pool, token, token, token, gate, gate, rows, rows)
     compiled = jax.jit(two, donate_argnums=0).lower(*args).compile()
@@ -251,8 +247,8 @@ def test_shapes_that_do_not_fit_are_refused():
         r"beta\(1, 4, 1\)": (q, k, v, g, beta[:, :, :1], pool),
     }.items():
         with pytest.raises(ValueError, match=message):
-            pallas_kernels.delta_chunk(*arrays, *where)
+            chunk(*arrays, *where)
     with pytest.raises(ValueError, match=r"write\(2,\)"):
-        pallas_kernels.delta_chunk(*inputs, pool, where[0], np.zeros(2, np.int32), where[2])
+        chunk(*inputs, pool, where[0], np.zeros(2, np.int32), where[2])
     with pytest.raises(ValueError, match="impl='fast'"):
-        pallas_kernels.delta_chunk(*inputs, pool, *where, impl="fast")  # type: ignore[arg-type]
+        chunk(*inputs, pool, *where, impl="fast")
