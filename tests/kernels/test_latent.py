@@ -196,6 +196,30 @@ def test_page_write(native_kernels, impl, tokens, heads, page, dim):
     np.testing.assert_array_equal(grad(jnp.asarray(pool), jnp.asarray(entries))[:tokens], 1.0)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_donated_step_copies_no_pool(native_kernels, impl):
+    """Write, choose and attend: pools are aliased, and nothing of their size is kept besides."""
+    rows, pages, dim = 4, 1025, 32
+    pool = jax.ShapeDtypeStruct((pages, 1, 16, dim), jnp.float32)
+    q = jax.ShapeDtypeStruct((rows, 1, 2, dim), jnp.float32)
+    ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tables = jax.ShapeDtypeStruct((rows, 8), jnp.int32)
+
+    def step(pool, q, tables, base, start, page, offset):
+        pool = pallas_kernels.page_write(pool, q[:, 0, :1], page, offset, impl=impl)
+        places, options = (pool, tables, base), {"scale": 1.0, "impl": impl}
+        chosen = pallas_kernels.index_select(q, q[..., 0], *places, start, topk=20, **options)
+        options["value_dim"] = 16
+        y = pallas_kernels.selected_attention(q, *places, chosen, **options)
+        return pool, y + pallas_kernels.latent_attention(q, *places, start, **options)
+
+    args = (pool, q, tables, ints, ints, ints, ints)
+    memory = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == pages * 16 * dim * 4
+    assert memory.temp_size_in_bytes < pages * 16 * dim * 4 / 2
+
+
 def test_entries_that_do_not_fit_are_refused():
     pool, index = jnp.zeros((3, 2, 4, 8)), jnp.zeros(5, jnp.int32)
     with pytest.raises(ValueError, match="kv_heads"):

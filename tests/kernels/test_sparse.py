@@ -168,6 +168,24 @@ def test_native_choice_is_the_same_however_a_prompt_is_cut(native_kernels):
     assert all(set(few) <= set(many) for few, many in zip(smaller, whole[starts], strict=True))
 
 
+def test_native_more_scores_than_are_kept_at_once(native_kernels):
+    """Queries of long contexts go in waves: each is as if it were alone, and as brute force says."""
+    rng = np.random.default_rng(6)
+    length, count, page = 1 << 16, 272, 64
+    q = rng.integers(-9, 10, (1, count, 1, 2)).astype(np.float32)
+    w = rng.choice([-1.0, 1.0], (1, count, 1)).astype(np.float32)
+    pool = rng.integers(-9, 10, (length // page + 1, 1, page, 2)).astype(np.float32)
+    tables = np.arange(1, length // page + 1, dtype=np.int32)[None]
+    base, start = np.zeros(1, np.int32), np.array([length - count], np.int32)
+    got = select((q, w, pool, tables, base, start), 40, "native")[0]
+    keys = pool[1:].reshape(-1, 2)
+    for i in (0, 1, 100, 255, 256, 271):
+        alone = (q[:, i : i + 1], w[:, i : i + 1], pool, tables, base, start + i)
+        np.testing.assert_array_equal(select(alone, 40, "native")[0, 0], got[i])
+        score = w[0, i] * np.maximum(keys[: start[0] + i + 1] @ q[0, i, 0] * 0.5, 0)
+        np.testing.assert_array_equal(np.sort(np.argsort(-score, kind="stable")[:40]), got[i])
+
+
 def lists_case(seed: int, *, topk: int, **shape: int) -> Arrays:
     """Lists of visible positions in any order, with -1 between; everything not listed is poison."""
     case: Case = make_case(seed, kv_heads=1, **shape)
@@ -236,6 +254,21 @@ def test_reference_attention_over_lists(shape):
 def test_lists_longer_than_a_segment(native_kernels, impl):
     shape = {"rows": 2, "queries": 3, "group": 3, "dim": 24, "page": 16, "pages": 70}
     check_lists(lists_case(2, topk=900, **shape), impl, 13)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_listed_places_without_a_page_are_none(native_kernels, impl):
+    q, pool, tables, base = prompt(64)
+    q, base = q[:, :1], base + 2
+    tables = tables.copy()
+    tables[0, 1] = 0  # positions 48 to 63
+    lists = np.array([[[40, 0, 50, 95, 96, 10**6, 31, -1, 33]]], np.int32)
+    known = np.where(np.isin(lists, (40, 95, 33)), lists, -1)
+    got = attend((q, pool, tables, base, lists), impl)
+    want = over_lists((q, pool, tables, base, known), 16, 0.2)
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+    none = attend((q, pool, tables, base, np.where(known < 0, lists, -1)), impl)
+    np.testing.assert_array_equal(none, 0.0)
 
 
 def prompt(length: int = 700) -> Arrays:
