@@ -84,6 +84,11 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("policy", self.policy, POLICIES)
         _choice("warmup", self.warmup, WARMUPS)
+        if self.checkpoint_policy == "all":  # a mode of vLLM's
+            raise ConfigError(
+                "checkpoint_policy='all' is not supported: not every page keeps a state; 'align' with "
+                "checkpoint_interval=page_size keeps the most"
+            )
         _choice("checkpoint_policy", self.checkpoint_policy, CHECKPOINT_POLICIES)
         _choice("replay", self.replay, REPLAYS)
         for name, low, high in (
@@ -137,6 +142,18 @@ class EngineConfig:
         """Tokens between two states that are kept for reuse: checkpoint_interval in whole pages."""
         return -(-self.checkpoint_interval // self.page_size) * self.page_size
 
+    def reusable_unit(self, states: bool) -> int:
+        """The shortest prefix in tokens that another prompt can reuse; 0 if none can.
+
+        Args:
+            states: whether the model has recurrent states, which can be resumed at checkpoints only: on the
+                grid, or, where the policy knows none, at the page before a branch or a breakpoint.
+        """
+        if not self.enable_prefix_caching or (states and self.checkpoint_policy == "none"):
+            return 0
+        on_grid = states and self.checkpoint_policy in ("align", "second-hit")
+        return self.checkpoint_grid if on_grid else self.page_size
+
     @property
     def rows(self) -> int:
         """Sequences that may run at once: a decode row takes one token of the budget."""
@@ -181,6 +198,8 @@ ALIASES = {
     "scheduling_policy": "policy",
     "max_num_partial_prefills": "max_partial_prefills",
     "long_prefill_token_threshold": "long_prefill_threshold",
+    "mamba_cache_mode": "checkpoint_policy",
+    "mamba_block_size": "checkpoint_interval",
 }
 
 
@@ -194,6 +213,8 @@ FIXED: dict[str, tuple[object, str]] = {
     "enable_chunked_prefill": (True, "prompts are always prefilled in chunks"),
     "swap_space": (0, "preempted requests are computed again, never swapped out"),
     "quantization": (None, "the checkpoint's file says how its weights are stored"),
+    "mamba_ssm_cache_dtype": ("float32", "recurrent states are kept in float32"),
+    "mamba_cache_dtype": ("auto", "windows of convolutions are kept in the compute dtype"),
     "load_format": ("auto", "the checkpoint's files say their format"),
     "disable_log_stats": (True, "no statistics are logged; Engine.stats() has them"),
 }

@@ -16,14 +16,15 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from jaxinfer.cache import Scope
 from jaxinfer.cache.events import Event
-from jaxinfer.cache.tree import NodeView
 from jaxinfer.config import engine_config
-from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable
+from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable, check_range
 from jaxinfer.inputs import default_sampling_params
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.outputs import RequestState
 from jaxinfer.progress import Progress, console_progress
+from jaxinfer.scheduler.inspection import MAX_NODES, CacheView
 from jaxinfer.scheduler.sequence import Sequence, Update
 from jaxinfer.types import FinishReason, Request, RequestOutput, SamplingParams
 
@@ -171,9 +172,22 @@ class Engine:
         """Whether the engine thread runs: it ends on close, or if not even a reset worked."""
         return self._thread.is_alive()
 
-    async def prefix_tree(self, limit: int = 1000) -> list[NodeView]:
-        """The top of the prefix tree, at most `limit` nodes; empty once the engine is closed."""
-        return await self._ask(lambda: self.core.scheduler.prefix_tree(limit)) or []
+    async def inspect(self, limit: int = 1000) -> CacheView:
+        """The cache between two rounds: kinds, hits, states in use, and at most `limit` nodes of the tree.
+
+        From any event loop. Raises Unavailable once the engine is closed.
+        """
+        check_range("limit", limit, 1, MAX_NODES)
+        view = await self._ask(lambda: self.core.scheduler.inspect(limit))
+        if view is None:
+            raise Unavailable("the engine is closed; its cache is gone")
+        return view
+
+    @property
+    def cache_unit(self) -> int:
+        """The shortest prefix in tokens that another prompt can reuse; 0 if none can."""
+        states = any(kind.scope == Scope.STATE for kind in self.core.scheduler.stats().kinds)
+        return self.core.config.reusable_unit(states)
 
     def silence(self) -> float:
         """Seconds since the engine thread last began a round; 0.0 while it has nothing to do."""

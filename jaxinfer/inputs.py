@@ -25,15 +25,21 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, SamplingParams
 
 SEED_RANGE = 2**63
+MAX_BREAKPOINTS = 64  # in one prompt
 MAX_TIMEOUT = 1e9  # seconds: past it a clock's float loses the fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A checked prompt: token ids, and the text that they came from (None for ids)."""
+    """A checked prompt: token ids, the text that they came from (None for ids), and Request.breakpoints."""
 
     text: str | None
     token_ids: tuple[int, ...]
+    breakpoints: tuple[int, ...] = ()
+
+    def with_breakpoints(self, positions: Any) -> Prompt:
+        """The same prompt with these breakpoints: numbers of tokens from its start. Raises InvalidRequest."""
+        return replace(self, breakpoints=_checked_breakpoints(positions, len(self.token_ids)))
 
 
 class InputProcessor:
@@ -66,7 +72,8 @@ class InputProcessor:
     def prompt(self, prompt: Any, add_special_tokens: bool = True) -> Prompt:
         """Read a prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 
-        Token ids are a list, a tuple or a numpy array of integers. A Prompt that this has returned
+        Token ids are a list, a tuple or a numpy array of integers. A dict may have "breakpoints": numbers of
+        tokens from the start after which other prompts will go on differently. A Prompt that this has returned
         comes back as it is.
         """
         if isinstance(prompt, Prompt):
@@ -77,6 +84,9 @@ class InputProcessor:
         )
         text_allowed = True
         if isinstance(prompt, Mapping):
+            if (positions := prompt.get("breakpoints")) is not None:
+                rest = {key: value for key, value in prompt.items() if key != "breakpoints"}
+                return self.prompt(rest, add_special_tokens).with_breakpoints(positions)
             key, prompt = self._from_mapping(prompt)
             text_allowed = key == "prompt"
             name = f'prompt["{key}"]'
@@ -131,7 +141,7 @@ class InputProcessor:
         return Prompt(text, self._checked_ids(ids))
 
     def _from_mapping(self, prompt: Mapping[str, Any]) -> tuple[str, Any]:
-        known = {"prompt", "prompt_token_ids"}
+        known = {"prompt", "prompt_token_ids", "breakpoints"}
         if unknown := sorted(set(prompt) - known):
             raise InvalidRequest(f"prompt has unknown keys {unknown}; allowed: {sorted(known)}")
         for key in ("prompt_token_ids", "prompt"):
@@ -201,6 +211,7 @@ class InputProcessor:
                 use_prefix_cache=use_prefix_cache,
                 group=request_id if params.n > 1 else None,
                 rope_length=len(prompt.token_ids),
+                breakpoints=prompt.breakpoints,
             )
             for i in range(params.n)
         ]
@@ -244,6 +255,26 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
     if generation_config.get("do_sample") is False:
         found["temperature"] = 0.0
     return replace(SamplingParams(), **found)
+
+
+def _checked_breakpoints(positions: Any, length: int) -> tuple[int, ...]:
+    """Sorted, each once; they lie in a prompt of `length` tokens."""
+    if isinstance(positions, np.ndarray):
+        positions = positions.tolist()
+    if not isinstance(positions, (list, tuple)):
+        raise InvalidRequest(f"breakpoints={positions!r:.60} must be a list of token positions")
+    if len(positions) > MAX_BREAKPOINTS:
+        raise InvalidRequest(
+            f"breakpoints has {len(positions)} positions; at most {MAX_BREAKPOINTS} are allowed"
+        )
+    for i, position in enumerate(positions):
+        whole = isinstance(position, (int, np.integer)) and not isinstance(position, bool)
+        if not whole or not 1 <= position <= length:
+            raise InvalidRequest(
+                f"breakpoints[{i}]={position!r:.60} must be an integer in [1, {length}]: it counts "
+                "tokens from the prompt's start"
+            )
+    return tuple(sorted({int(position) for position in positions}))
 
 
 def _check_options(priority: object, timeout: object, cache_salt: object) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.config import engine_config
-from jaxinfer.errors import InvalidRequest, JaxinferError
+from jaxinfer.errors import InvalidRequest, JaxinferError, check_range
 from jaxinfer.inputs import Prompt, default_sampling_params
 from jaxinfer.loading import LoadedModel, load
 from jaxinfer.loading import chat_template as make_template
 from jaxinfer.outputs import RequestState
 from jaxinfer.progress import Progress, console_progress
+from jaxinfer.scheduler.inspection import MAX_NODES, CacheView
 from jaxinfer.types import RequestOutput, SamplingParams
 
 Params = SamplingParams | Seq[SamplingParams] | None
@@ -98,7 +99,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: text, token ids, or dicts with `prompt` or `prompt_token_ids`, one or many.
 
-        What `prompt` and `chat_prompt` return is taken, too.
+        A dict may have `breakpoints`, see InputProcessor.prompt. What `prompt` and `chat_prompt` return is taken, too.
 
         Returns one finished RequestOutput a prompt, in order. Raises InvalidRequest (before anything
         runs) if any prompt or parameter is out of range, CapacityError if one can never fit.
@@ -169,6 +170,11 @@ class LLM:
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
         )
+
+    def inspect(self, limit: int = 1000) -> CacheView:
+        """The cache as it stands: kinds, hits, states in use, and at most `limit` nodes of the prefix tree."""
+        check_range("limit", limit, 1, MAX_NODES)
+        return self.core.scheduler.inspect(limit)
 
     def score(self, prompts: Any, continuations: Any = None) -> list[ScoreOutput]:
         """Log-likelihood of each prompt, or of each continuation given its prompt. Samples nothing.

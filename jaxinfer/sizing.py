@@ -69,12 +69,12 @@ def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec,
         total / 2**20,
         wanted,
     )
-    if states and config.enable_prefix_caching:
-        log.info(
-            "cache: prompts share prefixes in units of %d tokens (checkpoint policy %s)",
-            config.checkpoint_grid,
-            config.checkpoint_policy,
-        )
+    unit = config.reusable_unit(bool(states))
+    rule = f" (checkpoint policy {config.checkpoint_policy})" if states else ""
+    if unit:
+        log.info("cache: prompts share prefixes in units of %d tokens%s", unit, rule)
+    else:
+        log.info("cache: prompts share no prefixes%s", rule)
     return PoolSizes(counts, wanted)
 
 

@@ -8,7 +8,7 @@ takes some microseconds. Never holds what a request said. Called by the faces an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -22,11 +22,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
 from jaxinfer.core import EngineCore, StepReport
+from jaxinfer.scheduler.stats import KindStats
 from serving.calls import Record
 from serving.errors import Wire
 from serving.metrics_names import (
     ENGINE_COUNTERS,
     HISTOGRAMS,
+    KINDS,
     SCHEDULER,
     TOKEN_HISTOGRAMS,
     token_buckets,
@@ -239,18 +241,35 @@ class Metrics:
             ("sleep_state",),
             {(state,): state == "awake" for state in SLEEP_STATES},
         )
-        yield page.gauges(
-            "jaxinfer:pages",
-            "Pages of each cache kind by state.",
-            ("kind", "state"),
-            {(kind.name, state): getattr(kind, state) for kind in kinds for state in PAGE_STATES},
-        )
         yield page.gauge(
             "jaxinfer:silence_seconds",
             "Since the engine loop last began a round, while it has work.",
             self._service.engine.silence(),
         )
+        yield from self._cache_families(page, kinds)
         yield _cache_config(core, kinds[0].total if kinds else 0)
+
+    def _cache_families(self, page: _Labels, kinds: Sequence[KindStats]) -> Iterator[Metric]:
+        yield page.gauges(
+            "jaxinfer:pages",
+            "Pages (recurrent states: slots) of each cache kind by state.",
+            ("kind", "state"),
+            {(kind.name, state): getattr(kind, state) for kind in kinds for state in PAGE_STATES},
+        )
+        for key, name, help_ in (
+            ("total", "jaxinfer:pages_capacity", "Pages or slots that a cache kind has."),
+            ("cached", "jaxinfer:pages_cached", "Those in the prefix tree, in use or not."),
+        ):
+            values = {(kind.name,): getattr(kind, key) for kind in kinds}
+            yield page.gauges(name, help_, ("kind",), values)
+        yield page.gauge(
+            "jaxinfer:cache_unit_tokens",
+            "The shortest prefix that another prompt can reuse; 0: none can.",
+            self._service.engine.cache_unit,
+        )
+        counts = self._scheduler.kinds() if self._scheduler else {}
+        for key, values in counts.items():
+            yield page.counters(*KINDS[key], "kind", values)
 
 
 class _Page:

@@ -80,6 +80,18 @@ SCHEDULER: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 
+# Counters of each cache kind: key of SchedulerCounters.kinds() -> (name, help).
+KINDS: dict[str, tuple[str, str]] = {
+    "published": ("jaxinfer:cache_published", "Pages or states that came into the prefix tree."),
+    "evicted": ("jaxinfer:cache_evicted", "Pages or states that left it to make room."),
+    "thinned": ("jaxinfer:cache_thinned", "States that left it as their path had too many."),
+    "duplicates": (
+        "jaxinfer:cache_duplicates",
+        "Pages that were computed, but were there already.",
+    ),
+    "shortened": ("jaxinfer:cache_shortened_tokens", "Tokens by which this kind alone cut hits."),
+}
+
 
 def token_buckets(most: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50 ... up to `most`."""

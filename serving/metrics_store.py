@@ -19,6 +19,7 @@ import numpy as np
 SMALLEST, LARGEST, RATIO = 1e-5, 1e5, 1.05  # seconds; percentiles are right to half a RATIO
 _LOG_RATIO = math.log(RATIO)
 SCHEDULER_COUNTERS = ("preemptions", "prefix_queries", "prefix_hits")
+KIND_COUNTERS = ("published", "evicted", "thinned", "duplicates", "shortened")
 
 
 class Distribution:
@@ -122,7 +123,7 @@ class SchedulerCounters:
     def __init__(self, core: Any) -> None:
         self._core = core
         self._scheduler = core.scheduler
-        self._before = dict.fromkeys(SCHEDULER_COUNTERS, 0)
+        self._before: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     def watch(self) -> None:
@@ -137,12 +138,29 @@ class SchedulerCounters:
             self._before = self._sum()
             self._scheduler = current
 
-    def _sum(self) -> dict[str, int]:
+    def _sum(self) -> Counter[tuple[str, str]]:
+        """By (cache kind, counter); those of the scheduler itself have the kind ""."""
         stats = self._scheduler.stats()
-        return {name: self._before[name] + getattr(stats, name) for name in SCHEDULER_COUNTERS}
+        total = self._before.copy()
+        for name in SCHEDULER_COUNTERS:
+            total["", name] += getattr(stats, name)
+        for kind in stats.kinds:
+            for name in KIND_COUNTERS:
+                total[kind.name, name] += getattr(kind, name)
+        return total
 
-    def read(self) -> dict[str, int]:
-        """Totals since the engine started."""
+    def _read(self) -> Counter[tuple[str, str]]:
         with self._lock:
             self._adopt()
             return self._sum()
+
+    def read(self) -> dict[str, int]:
+        """Totals since the engine started."""
+        total = self._read()
+        return {name: total["", name] for name in SCHEDULER_COUNTERS}
+
+    def kinds(self) -> dict[str, Counter[str]]:
+        """Totals of each cache kind since the engine started: counter -> kind -> total."""
+        total = self._read()
+        kinds = [kind.name for kind in self._scheduler.stats().kinds]
+        return {name: Counter({k: total[k, name] for k in kinds}) for name in KIND_COUNTERS}

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer.config import DTYPES, POLICIES, WARMUPS
+from jaxinfer.config import CHECKPOINT_POLICIES, DTYPES, POLICIES, REPLAYS, WARMUPS
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.types import MAX_LOGPROBS
 
@@ -193,6 +193,32 @@ ENGINE = (
         "reuse the pages of common prefixes",
         "--prefix-caching/--no-prefix-caching",
         aliases=("--enable-prefix-caching/--no-enable-prefix-caching", " /--disable-radix-cache"),
+    ),
+    Flag(
+        "num_states",
+        int,
+        "slots for recurrent states",
+        aliases=("--max-mamba-cache-size",),
+    ),
+    Flag(
+        "checkpoint_policy",
+        str,
+        f"where recurrent states are kept for reuse: {', '.join(CHECKPOINT_POLICIES)}",
+        aliases=("--mamba-cache-mode",),
+    ),
+    Flag(
+        "checkpoint_interval",
+        int,
+        "tokens between two states that are kept",
+        aliases=("--mamba-block-size", "--mamba-track-interval"),
+    ),
+    Flag("max_states_per_path", int, "most states kept along one prefix; 0 is no limit"),
+    Flag("replay", str, f"rounding of recurrent layers: {', '.join(REPLAYS)}"),
+    Flag("serial_weight", float, "what a recurrent model's prompt token takes of a step's budget"),
+    Flag(
+        "prefill_deadline",
+        int,
+        "steps until a prompt under way gets every second step for itself; 0 is never",
     ),
     Flag(
         "overlap",

@@ -232,6 +232,8 @@ _FIXED = (
     _fixed("tokenizer", str, None, "the model's own is used", "--tokenizer-path"),
     _fixed("tokenizer_mode", str, "auto", "the model's own tokenizer is used"),
     _fixed("kv_cache_dtype", str, "auto", "the cache holds the compute dtype"),
+    _known("mamba_ssm_cache_dtype", str, "--mamba-ssm-dtype"),
+    _known("mamba_cache_dtype", str),
     _fixed("kv_cache_memory_bytes", str, None, "give --memory-fraction or --num-pages"),
     _fixed("prefix_caching_hash_algo", str, "sha256", "prefixes are compared token by token"),
     _fixed("logprobs_mode", str, "raw_logprobs", "temperature and cuts do not change them"),

@@ -46,6 +46,19 @@ from jaxinfer.errors import ConfigError
         ({"quantization": "awq"}, "quantization='awq'.*only None"),
         ({"load_format": "dummy"}, "load_format='dummy'.*only 'auto'"),
         ({"disable_log_stats": False}, "disable_log_stats=False.*only True"),
+        ({"mamba_cache_mode": "all"}, "checkpoint_policy='all'.*'align'"),
+        ({"mamba_cache_mode": "some"}, "checkpoint_policy='some'.*none, align"),
+        ({"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype='bfloat16'.*only 'float32'"),
+        ({"checkpoint_interval": 0}, r"checkpoint_interval=0.*\[1, "),
+        ({"num_states": 1}, r"num_states=1.*\[2, "),
+        ({"max_states_per_path": -1}, r"max_states_per_path=-1.*\[0, "),
+        ({"replay": "bitwise"}, "replay='bitwise'.*tolerant, exact"),
+        (
+            {"replay": "exact", "max_num_batched_tokens": 32},
+            "replay='exact'.*max_num_batched_tokens=32",
+        ),
+        ({"serial_weight": 0.5}, r"serial_weight=0.5.*\[1, 1024\]"),
+        ({"prefill_deadline": -1}, "prefill_deadline=-1"),
         ({"tensor_paralel_size": 1}, "did you mean tensor_parallel_size"),
     ],
     ids=str,
@@ -58,6 +71,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_other_names_mean_the_same(alias: str) -> None:
     values = {"page_size": 32, "num_pages": 9, "memory_fraction": 0.5, "overlap": False}
+    values |= {"checkpoint_policy": "none", "checkpoint_interval": 32}
     values |= {"policy": "lpm", "max_partial_prefills": 2, "long_prefill_threshold": 64}
     name = ALIASES[alias]
     assert engine_config(**{alias: values[name]}) == EngineConfig(**{name: values[name]})
@@ -70,3 +84,21 @@ def test_harmless_values_of_other_options_change_nothing() -> None:
 @pytest.mark.parametrize(("alias", "dtype"), [("half", "float16"), ("float", "float32")])
 def test_other_names_of_dtypes(alias: str, dtype: str) -> None:
     assert engine_config(dtype=alias) == EngineConfig(dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "plain", "recurrent"),
+    [
+        ({}, 16, 64),
+        ({"checkpoint_interval": 20}, 16, 32),
+        ({"checkpoint_policy": "second-hit"}, 16, 64),
+        ({"checkpoint_policy": "branch"}, 16, 16),
+        ({"checkpoint_policy": "declared", "page_size": 8}, 8, 8),
+        ({"checkpoint_policy": "none"}, 16, 0),
+        ({"enable_prefix_caching": False}, 0, 0),
+    ],
+    ids=str,
+)
+def test_the_smallest_reusable_unit(options: dict[str, Any], plain: int, recurrent: int) -> None:
+    config = EngineConfig(**options)
+    assert (config.reusable_unit(False), config.reusable_unit(True)) == (plain, recurrent)

@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxinfer.cache import CacheSpec, Held
 from jaxinfer.cache.events import Listener
-from jaxinfer.cache.tree import NodeView
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequest
 from jaxinfer.layout import RecordLayout, RowField
 from jaxinfer.scheduler.admission import Admission
 from jaxinfer.scheduler.budget import Budget, Ladder
+from jaxinfer.scheduler.inspection import CacheView, inspect_cache
 from jaxinfer.scheduler.loads import load_plans, needs_load
 from jaxinfer.scheduler.pages import Pages
 from jaxinfer.scheduler.plan import LoadPlan, StepOutput, StepPlan
@@ -375,9 +375,9 @@ class Scheduler:
         """Tell which pages can be reused: what is stored now, then every change."""
         self._pages.tree.set_listener(listener)
 
-    def prefix_tree(self, limit: int) -> list[NodeView]:
-        """The top of the prefix tree, see PrefixTree.top."""
-        return self._pages.tree.top(limit)
+    def inspect(self, limit: int) -> CacheView:
+        """The cache as it stands, with at most `limit` nodes of the prefix tree."""
+        return inspect_cache(self.config, self._pages.tree, self._running, self.stats(), limit)
 
     def stats(self) -> SchedulerStats:
         kinds, admission = kind_stats(self._pages.tree), self._admission

@@ -67,6 +67,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": service.engine.model.name if loaded else name,
         "parent": None,
         "max_model_len": service.engine.core.max_model_len if loaded else None,
+        "cache_unit_tokens": service.engine.cache_unit if loaded else None,
     }
 
 
@@ -127,6 +128,7 @@ async def server_info(request: Request) -> Response:
             "model_path": service.model_names[0],
             "served_model_name": service.model_names[0],
             "max_model_len": engine.core.max_model_len,
+            "cache_unit_tokens": engine.cache_unit,
             "phase": str(service.phase),
             "config": config,
             "engine": engine.stats(),

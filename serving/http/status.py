@@ -1,8 +1,9 @@
-"""The status page, /status, and what it shows, /status.json.
+"""The status page, /status, what it shows, /status.json, and the cache in full, /debug/cache.
 
 The page is one static file without any data, so it is open; the data needs a key where keys are set,
 and the page asks its reader for one. Shows counts, never tokens or text. Looking costs the engine one
-bounded walk of the prefix tree a second at most, however many people look.
+bounded walk of the prefix tree a second at most, however many people look; walks for /debug/cache
+follow each other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from base64 import b64encode
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,14 @@ from starlette.routing import Route
 
 from jaxinfer import __version__
 from jaxinfer.cache.tree import NodeView
+from jaxinfer.errors import Unavailable
+from jaxinfer.scheduler.inspection import MAX_NODES, CacheView
+from serving.errors import BadField
+from serving.http.errors import JsonResponse
 from serving.metrics import Metrics
 from serving.service import Service
 
-MAX_NODES = 1000  # of the prefix tree that one look visits
+DRAWN_NODES = 1000  # of the prefix tree that one look at the page visits
 MAX_RUNS = 60  # of these that are drawn, for each of MAX_NAMESPACES
 MAX_NAMESPACES = 6
 FRESH_SECONDS = 1.0
@@ -82,18 +86,29 @@ class Status:
         if metrics is not None:
             out |= _of_metrics(metrics)
         if service.loaded:
-            out |= _of_engine(service)
-            out["tree"] = await self._tree()
+            out |= _of_engine(service) | await self._cache()
         return out
 
-    async def _tree(self) -> list[dict[str, Any]] | None:
-        """Namespaces of the prefix tree; None if the engine does not answer in time."""
-        engine = self._service.engine
+    async def cache(self, limit: int) -> CacheView:
+        """The cache, with `limit` nodes. Raises Unavailable if the engine does not answer in time."""
+        async with self._lock:
+            return await self._inspect(limit)
+
+    async def _inspect(self, limit: int) -> CacheView:
         try:
-            views = await asyncio.wait_for(engine.prefix_tree(MAX_NODES), TREE_SECONDS)
+            return await asyncio.wait_for(self._service.engine.inspect(limit), TREE_SECONDS)
         except TimeoutError:
-            return None
-        return namespaces(views, engine.core.config.page_size)
+            raise Unavailable("the engine did not answer in time; try again later") from None
+
+    async def _cache(self) -> dict[str, Any]:
+        """What only the engine thread can tell; "tree" is None if it does not answer in time."""
+        try:
+            view = await self._inspect(DRAWN_NODES)
+        except Unavailable:
+            return {"tree": None}
+        told = view.as_dict()
+        told["tree"] = namespaces(view.tree, view.page_size)
+        return told
 
 
 def _of_metrics(metrics: Metrics) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def _of_engine(service: Service) -> dict[str, Any]:
         "running": stats["running"],
         "waiting": stats["waiting"],
         "max_running": core.config.rows,
-        "kinds": [asdict(kind) for kind in core.scheduler.stats().kinds],
+        "kinds": stats["kinds"],
         "engine": {
             name: stats[name] for name in ("steps", "failed_steps", "compiles", "preemptions")
         }
@@ -147,7 +162,8 @@ def namespaces(views: Sequence[NodeView], page_size: int) -> list[dict[str, Any]
     """The tree's top for drawing: for each namespace its size and its runs.
 
     A run is a chain of pages without a branch: {parent: place of the run before it or -1, start,
-    tokens, in_use, more: whether pages that were not visited hang below it}.
+    tokens, in_use, states: lengths in tokens at which it has a checkpoint, locks: most that sequences
+    hold of one page, more: whether pages that were not visited hang below it}.
     """
     below: dict[int, list[int]] = defaultdict(list)
     roots: list[int] = []
@@ -165,21 +181,22 @@ def _namespace(
     cut = views[root].children > len(below[root])
     while queue:
         node, parent, start = queue.popleft()
-        used, length = views[node].in_use, 1
+        used, chain = views[node].in_use, [node]
         while len(below[node]) == views[node].children == 1:
             if views[below[node][0]].in_use != used:
                 break
             node = below[node][0]
-            length += 1
+            chain.append(node)
         more = views[node].children > len(below[node])
+        length = len(chain)
         end = start + length * page_size
         pages, deepest, cut = pages + length, max(deepest, end), cut or more
         place = len(runs) if len(runs) < MAX_RUNS else None
         if place is not None and parent is not None:
-            tokens = length * page_size
-            runs.append(
-                {"parent": parent, "start": start, "tokens": tokens, "in_use": used, "more": more}
-            )
+            states = [views[n].depth for n in chain if views[n].states]
+            locks = max(views[n].locks for n in chain)
+            run = {"parent": parent, "start": start, "tokens": length * page_size, "in_use": used}
+            runs.append(run | {"states": states, "locks": locks, "more": more})
         queue.extend((child, place, end) for child in below[node])
     return {"pages": pages, "depth": deepest, "complete": not cut, "runs": runs}
 
@@ -192,13 +209,29 @@ async def status_page(request: Request) -> Response:
 
 async def status_json(request: Request) -> Response:
     """What the page shows."""
+    data = await _status(request).data()
+    return JSONResponse(data, headers={"cache-control": "no-store"})
+
+
+async def debug_cache(request: Request) -> Response:
+    """Pools, prefix tree, locks, states and hit statistics; `limit`: most nodes of the tree."""
+    text = request.query_params.get("limit", "1000")
+    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= limit <= MAX_NODES:
+        raise BadField("limit", f"limit={text!r:.60} is out of range [1, {MAX_NODES}]")
+    view = await _status(request).cache(limit)
+    return JsonResponse(view.as_dict(), headers={"cache-control": "no-store"})
+
+
+def _status(request: Request) -> Status:
     state = request.app.state
     if not hasattr(state, "status"):
         state.status = Status(state.service)
-    return JSONResponse(await state.status.data(), headers={"cache-control": "no-store"})
+    return state.status
 
 
 ROUTES = [
     Route("/status", status_page, methods=["GET"]),
     Route("/status.json", status_json, methods=["GET"]),
+    Route("/debug/cache", debug_cache, methods=["GET"]),
 ]

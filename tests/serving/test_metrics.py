@@ -201,6 +201,12 @@ def test_nothing_goes_backwards_and_gauges_return_to_zero(engine):
         for state in ("free", "evictable", "protected")
     ]
     assert sum(states) == 9 and states[2] == 0
+    assert value(idle, "jaxinfer:pages_capacity", kind="full") == 9
+    assert value(idle, "jaxinfer:pages_cached", kind="full") == states[1] > 0
+    assert value(idle, "jaxinfer:cache_unit_tokens") == 16
+    published = value(idle, "jaxinfer:cache_published_total", kind="full")
+    evicted = value(idle, "jaxinfer:cache_evicted_total", kind="full")
+    assert published - evicted == states[1]
 
 
 async def mixed(service: Service) -> list[tuple[int, int]]:

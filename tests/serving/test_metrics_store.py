@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.metrics_names import token_buckets
-from serving.metrics_store import Distribution, Ring, SchedulerCounters, Window
+from serving.metrics_store import KIND_COUNTERS, Distribution, Ring, SchedulerCounters, Window
 
 
 def test_token_buckets():
@@ -101,7 +101,11 @@ def test_scheduler_counters_go_on_over_resets(moves):
 
     class Fake:
         def __init__(self) -> None:
-            self.numbers = SimpleNamespace(preemptions=0, prefix_queries=0, prefix_hits=0)
+            zeros = dict.fromkeys(KIND_COUNTERS, 0)
+            self.kinds = [SimpleNamespace(name=name, **zeros) for name in ("full", "delta")]
+            self.numbers = SimpleNamespace(
+                preemptions=0, prefix_queries=0, prefix_hits=0, kinds=self.kinds
+            )
 
         def stats(self) -> SimpleNamespace:
             return self.numbers
@@ -113,6 +117,11 @@ def test_scheduler_counters_go_on_over_resets(moves):
             core.scheduler = Fake()
         elif move != "read":
             core.scheduler.numbers.prefix_hits += move
+            core.scheduler.kinds[1].evicted += 2 * move
             total += move
         counters.watch()
         assert counters.read()["prefix_hits"] == total
+        kinds = counters.kinds()
+        assert kinds.keys() == set(KIND_COUNTERS)
+        assert kinds["evicted"] == {"full": 0, "delta": 2 * total}
+        assert kinds["thinned"] == {"full": 0, "delta": 0}

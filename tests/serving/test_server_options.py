@@ -70,6 +70,10 @@ ALIASES = [  # two spellings of the same wish
     (["--schedule-policy", "lpm"], ["--policy", "lpm"]),
     (["--no-enable-prefix-caching"], ["--no-prefix-caching"]),
     (["--disable-radix-cache"], ["--no-prefix-caching"]),
+    (["--max-mamba-cache-size", "9"], ["--num-states", "9"]),
+    (["--mamba-cache-mode", "none"], ["--checkpoint-policy", "none"]),
+    (["--mamba-block-size", "32"], ["--checkpoint-interval", "32"]),
+    (["--mamba-track-interval", "32"], ["--checkpoint-interval", "32"]),
     (["--no-async-scheduling"], ["--no-overlap"]),
     (["--disable-overlap-schedule"], ["--no-overlap"]),
     (["--random-seed", "5"], ["--seed", "5"]),
@@ -94,7 +98,8 @@ KNOWN = """
 --chat-template --trust-request-chat-template --kv-events-config --otlp-traces-endpoint
 --enable-log-requests --max-log-len --disable-log-stats --max-logprobs --logprobs-mode --seed
 --random-seed --api-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --stream-interval
---shutdown-timeout --skip-server-warmup --model --model-path
+--shutdown-timeout --skip-server-warmup --model --model-path --mamba-cache-mode --mamba-block-size
+--mamba-ssm-cache-dtype --mamba-cache-dtype --max-mamba-cache-size --mamba-ssm-dtype
 """
 
 
@@ -235,6 +240,8 @@ def test_the_models_own_tokenizer_may_be_named(
         (["m", "--port", "70000"], ["port=70000"]),
         (["m", "--port", "none", "--grpc-port", "none"], ["port", "grpc_port"]),
         (["m", "--page-size", "3"], ["page_size=3"]),
+        (["m", "--mamba-cache-mode", "all"], ["checkpoint_policy='all'", "'align'"]),
+        (["m", "--serial-weight", "0.5"], ["serial_weight=0.5", "[1, 1024]"]),
         (["m", "--max-body-bytes", "0"], ["--max-body-bytes=0"]),
         (["m", "--shutdown-timeout", "nan"], ["shutdown_timeout=nan"]),
         (["m", "--kv-events-config", "{"], ["--kv-events-config", "JSON"]),

@@ -66,6 +66,7 @@ def test_models(parsing_server: LiveServer):
         assert data["object"] == "list"
         assert [Model.model_validate(entry).id for entry in data["data"]] == ["tiny", "org/other"]
         assert {entry["max_model_len"] for entry in data["data"]} == {256}
+        assert {entry["cache_unit_tokens"] for entry in data["data"]} == {16}
         for entry in data["data"]:
             assert strict(http.get(f"/v1/models/{entry['id']}").text) == entry
         body = {"prompt": "a", "max_tokens": 1, "model": "org/other"}
@@ -98,6 +99,7 @@ async def test_settings_hide_keys_and_paths(server: LiveServer):
             response = await http.get(path)
             assert response.status_code == 200 and "secret" not in response.text
         info = (await http.get("/server_info")).json()
+    assert info["cache_unit_tokens"] == 16
     assert info["max_model_len"] == 256 and info["engine"]["draining"] is False
 
 

@@ -20,12 +20,14 @@ from starlette.testclient import TestClient
 from jaxinfer.cache import CacheSpec, PagePool, PrefixTree, Scope
 from jaxinfer.cache.tree import NodeView
 from jaxinfer.engine import Engine
+from jaxinfer.scheduler.inspection import CacheView
 from serving.config import ServerConfig
 from serving.http import status
 from serving.http.status import MAX_RUNS, Status, namespaces
 from serving.http_server import build_app
 from serving.metrics import Metrics
 from serving.service import Service
+from tests.serving.http.wire import refusal
 from tests.serving.live import LiveServer
 
 SECRET = "my diary says hello"
@@ -82,20 +84,68 @@ def test_data_adds_up_and_holds_no_text(server: LiveServer, monkeypatch):
         assert kind["protected"] == 0
     assert len(data["throughput"]["sampled"]) == len(data["throughput"]["computed"]) == 149
     assert sum(space["pages"] for space in data["tree"]) <= data["kinds"][0]["evictable"]
-    assert any(run["tokens"] >= 16 for space in data["tree"] for run in space["runs"])
+    runs = [run for space in data["tree"] for run in space["runs"]]
+    assert any(run["tokens"] >= 16 for run in runs)
+    assert not any(run["states"] or run["locks"] for run in runs)
+    assert data["unit_tokens"] == data["page_size"] == 16
     assert data["prefix"]["prefix_hits"] >= 32
+
+
+def test_the_cache_as_json(server: LiveServer):
+    for _ in range(2):
+        complete(server.url, list(range(5, 45)), max_tokens=8)
+    complete(server.url, SECRET * 2, max_tokens=1)
+    server.settle()
+    answer = httpx.get(f"{server.url}/debug/cache")
+    assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
+    assert SECRET not in answer.text and "diary" not in answer.text
+    cache = answer.json()
+    (kind,) = cache["kinds"]
+    assert (kind["name"], kind["scope"], kind["unit"], kind["window"]) == ("full", "token", 1, 0)
+    assert kind["free"] + kind["evictable"] + kind["protected"] == kind["total"]
+    assert kind["published"] >= kind["cached"] >= 4 and kind["shortened"] == 0
+    assert cache["complete"] and len([n for n in cache["tree"] if n["depth"]]) == kind["cached"]
+    for node in cache["tree"]:
+        above = cache["tree"][node["parent"]] if node["parent"] >= 0 else None
+        assert node["depth"] == (0 if above is None else above["depth"] + cache["page_size"])
+        assert node["pages"] == (["full"] if node["depth"] else []) and node["locks"] == 0
+    assert 0 < cache["hits"] < cache["queries"]
+    assert cache["hit_rate"] == cache["hits"] / cache["queries"]
+    assert cache["working_states"] == cache["pending_checkpoints"] == 0
+    short = httpx.get(f"{server.url}/debug/cache", params={"limit": 2}).json()
+    assert short["tree"] == cache["tree"][:1] + short["tree"][1:] and not short["complete"]
+    assert len(short["tree"]) == 2
+
+
+@pytest.mark.parametrize("limit", ["0", "10001", "-1", "many", "", "1e3", "9" * 40])
+def test_a_wrong_limit_is_named(server: LiveServer, limit: str):
+    error = refusal(httpx.get(f"{server.url}/debug/cache", params={"limit": limit}), 400)
+    assert error["param"] == "limit" and "[1, 10000]" in error["message"]
+
+
+def test_a_stalled_engine_has_no_cache_to_show(tiny_engine: Engine, monkeypatch):
+    monkeypatch.setattr(status, "TREE_SECONDS", 0.05)
+
+    async def never(limit: int) -> CacheView:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(tiny_engine, "inspect", never)
+    service = Service(ServerConfig(model="m"), tiny_engine)
+    with TestClient(build_app(service)) as client:
+        assert "in time" in refusal(client.get("/debug/cache"), 503)["message"]
 
 
 def test_one_look_serves_all_who_ask_and_a_stalled_engine_is_told(tiny_engine: Engine, monkeypatch):
     monkeypatch.setattr(status, "TREE_SECONDS", 0.05)
     asked = []
 
-    async def never(limit: int) -> list[NodeView]:
+    async def never(limit: int) -> CacheView:
         asked.append(limit)
         await asyncio.sleep(60)
-        return []
+        raise AssertionError
 
-    monkeypatch.setattr(tiny_engine, "prefix_tree", never)
+    monkeypatch.setattr(tiny_engine, "inspect", never)
 
     async def look() -> list[dict[str, Any]]:
         service = Service(ServerConfig(model="m"))
@@ -105,6 +155,7 @@ def test_one_look_serves_all_who_ask_and_a_stalled_engine_is_told(tiny_engine: E
 
     answers = asyncio.run(asyncio.wait_for(look(), 20))
     assert [answer["tree"] for answer in answers] == [None] * 10
+    assert all(answer["kinds"][0]["name"] == "full" for answer in answers)
     assert len(asked) == 1
 
 
@@ -133,7 +184,7 @@ def grow(seed: int, spaces: int = 2, prompts: int = 30) -> PrefixTree:
 def test_runs_cover_the_tree(seed, monkeypatch):
     monkeypatch.setattr(status, "MAX_RUNS", 10_000)
     tree = grow(seed)
-    views = tree.top(10_000)
+    views = tree.inspect(10_000)
     assert len([v for v in views if v.parent >= 0]) == tree.cached(0)
     assert sum(v.in_use for v in views) == tree.cached(0) - tree.evictable(0)
     spaces = namespaces(views, 2)
@@ -154,13 +205,26 @@ def test_runs_cover_the_tree(seed, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 2, 7, 50])
 def test_a_look_is_bounded_and_says_what_it_left_out(limit):
     tree = grow(1)
-    views = tree.top(limit)
+    views = tree.inspect(limit)
     assert len(views) == min(limit, tree.cached(0) + 2)
     assert all(view.parent < place for place, view in enumerate(views))
     spaces = namespaces(views, 2)
     assert not all(space["complete"] for space in spaces)
     assert all(len(space["runs"]) <= MAX_RUNS for space in spaces)
-    assert PrefixTree(tree.specs, 2, [PagePool(4)]).top(limit) == []
+    assert PrefixTree(tree.specs, 2, [PagePool(4)]).inspect(limit) == []
+
+
+def test_states_and_locks_are_told():
+    chain = [
+        NodeView(-1, 1, False, 0, (), (), 0),
+        NodeView(0, 1, True, 4, (), ("full",), 2),
+        NodeView(1, 1, True, 8, ("delta",), ("full",), 3),
+        NodeView(2, 0, False, 12, ("delta",), ("full",), 0),
+    ]
+    (space,) = namespaces(chain, 4)
+    held, idle = space["runs"]
+    assert (held["tokens"], held["states"], held["locks"]) == (8, [8], 3)
+    assert (idle["tokens"], idle["states"], idle["locks"]) == (4, [12], 0)
 
 
 def test_only_so_many_runs_are_drawn():
@@ -191,6 +255,7 @@ def test_with_keys_the_page_is_open_and_the_data_is_not():
         page = client.get("/status")
         assert page.status_code == 200 and "secret-model" not in page.text
         assert client.get("/status.json").status_code == 401
+        assert client.get("/debug/cache").status_code == 401
         good = client.get("/status.json", headers={"authorization": "Bearer key"})
         assert good.json()["models"] == ["secret-model"]
 
