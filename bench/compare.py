@@ -30,7 +30,6 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 Run = dict[str, Any]
-RATES = ("prefill", "B1", "B8", "B32")
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--ctx", type=int, default=64)
     parser.add_argument("--gen", type=int, default=128)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rest", type=float, default=0.0, help="seconds between processes")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a process may take")
     return parser.parse_args()
@@ -104,6 +104,7 @@ def command(contestant: Contestant, args: argparse.Namespace, cache: str) -> lis
     line = [python, str(HERE / "peers" / contestant.script), "--model", model]
     line += ["--dtype", contestant.dtype, "--reps", str(args.reps), "--threads", str(args.threads)]
     line += ["--prompt-len", str(args.prompt_len), "--ctx", str(args.ctx), "--gen", str(args.gen)]
+    line += ["--batches", *map(str, args.batches)]
     line += ["--exact"] if contestant.exact else []
     line += (
         ["--library", str(args.peers / "llamacpp.so")] if "llamacpp" in contestant.script else []
@@ -117,15 +118,19 @@ def measure(name: str, args: argparse.Namespace) -> Run:
     contestant = CONTESTANTS[name]
     with tempfile.TemporaryDirectory() as empty:
         line = command(contestant, args, empty if contestant.cold else "")
-        done = subprocess.run(
-            line, capture_output=True, text=True, timeout=args.timeout, check=False
-        )
+        run = run_once(name, line, args.timeout)
+    time.sleep(args.rest)
+    return run
+
+
+def run_once(name: str, line: list[str], timeout: float) -> Run:
+    """What one contestant's process prints. Raises SystemExit with its last words if it fails."""
+    done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, check=False)
     rows = [x for x in done.stdout.splitlines() if x.startswith('{"engine"')]
     if done.returncode or len(rows) != 1:
         raise SystemExit(
             f"{name} failed ({done.returncode}); nothing is written\n{done.stderr[-2000:]}"
         )
-    time.sleep(args.rest)
     return json.loads(rows[0])
 
 
@@ -142,14 +147,16 @@ def summary(runs: dict[str, list[Run]]) -> dict[str, Run]:
             key: statistics.median(run[key] for run in rounds)
             for key in ("ready_s", "first_s", "ttft_s", "peak_rss_mb", "elsewhere")
         }
-        row |= {rate: statistics.median(rates(run)[rate] for run in rounds) for rate in RATES}
+        row |= {
+            rate: statistics.median(rates(run)[rate] for run in rounds) for rate in rates(rounds[0])
+        }
         if "ours" in runs:
             pairs = list(zip(runs["ours"], rounds, strict=True))
             row["ratio"] = {
                 rate: statistics.median(
                     rates(ours)[rate] / rates(peer)[rate] for ours, peer in pairs
                 )
-                for rate in RATES
+                for rate in rates(rounds[0])
             }
         out[name] = row
     return out
@@ -158,12 +165,13 @@ def summary(runs: dict[str, list[Run]]) -> dict[str, Run]:
 def table(results: dict[str, Run]) -> Table:
     shown = Table(title="SmolLM2-135M; tokens/s, and (ours / peer)", box=MARKDOWN)
     shown.add_column("contestant")
-    for column in (*RATES, "TTFT s", "ready s", "first s", "peak MB", "others' CPU"):
+    columns = [key for key in next(iter(results.values())) if key == "prefill" or key[:1] == "B"]
+    for column in (*columns, "TTFT s", "ready s", "first s", "peak MB", "others' CPU"):
         shown.add_column(column, justify="right")
     for name, row in results.items():
         cells = [
             f"{row[rate]:.1f}" + (f" ({row['ratio'][rate]:.2f}x)" if "ratio" in row else "")
-            for rate in RATES
+            for rate in columns
         ]
         cells += [f"{row['ttft_s']:.2f}", f"{row['ready_s']:.1f}", f"{row['first_s']:.2f}"]
         shown.add_row(name, *cells, f"{row['peak_rss_mb']:.0f}", f"{row['elsewhere']:.0%}")
@@ -214,7 +222,8 @@ def main() -> None:
     now = datetime.datetime.now(datetime.UTC)
     target = args.out / f"{now:%Y-%m-%d-%H%M}-peers.json"
     settings = {
-        key: getattr(args, key) for key in ("rounds", "reps", "threads", "prompt_len", "ctx", "gen")
+        key: getattr(args, key)
+        for key in ("rounds", "reps", "threads", "prompt_len", "ctx", "gen", "batches")
     }
     record = {"date": now.isoformat(timespec="seconds"), "machine": machine(), "settings": settings}
     target.write_text(json.dumps(record | {"summary": results, "runs": runs}, indent=1) + "\n")
