@@ -189,6 +189,12 @@ class Engine:
         states = any(kind.scope == Scope.STATE for kind in self.core.scheduler.stats().kinds)
         return self.core.config.reusable_unit(states)
 
+    @property
+    def heeds_breakpoints(self) -> bool:
+        """Whether a prompt's breakpoints change anything: there are recurrent states, and they are kept."""
+        kinds = self.core.scheduler.stats().kinds
+        return self.cache_unit > 0 and any(kind.scope == Scope.STATE for kind in kinds)
+
     def silence(self) -> float:
         """Seconds since the engine thread last began a round; 0.0 while it has nothing to do."""
         return time.monotonic() - self._round if self._busy else 0.0

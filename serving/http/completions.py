@@ -39,7 +39,7 @@ from serving.http.exchange import (
     scores_size,
 )
 from serving.http.fields import sampling_params, warning_headers
-from serving.http.prompts import text_prompt
+from serving.http.prompts import text_prompt, with_breakpoints
 from serving.http.schemas import CompletionRequest
 from serving.http.sse import EventStream, while_connected, with_errors
 from serving.service import Service
@@ -118,6 +118,8 @@ async def _job(request: Request, service: Service, body: CompletionRequest) -> J
     prompts: list[Prompt] = await asyncio.gather(
         *(text_prompt(service, p, special, body.truncate_prompt_tokens) for p in body.prompt)
     )
+    if body.breakpoints:
+        prompts = [with_breakpoints(prompts[0], body.breakpoints)]
     if body.limit is None:  # a default that nobody asked for is cut to the room, not refused
         room = service.engine.core.max_model_len - max(len(p.token_ids) for p in prompts)
         params = replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))

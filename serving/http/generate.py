@@ -34,6 +34,7 @@ from serving.http.exchange import (
     usage_of,
 )
 from serving.http.fields import sampling_params, warning_headers
+from serving.http.prompts import with_breakpoints
 from serving.http.schemas import GenerateRequest
 from serving.http.sse import EventStream, event, while_connected, with_errors
 from serving.service import Service
@@ -68,7 +69,7 @@ async def _call(request: Request, service: Service, body: GenerateRequest) -> Ca
     params = sampling_params(
         wanted, service, limit, logprobs=wanted.logprobs, detokenize=detokenize
     )
-    prompt = await service.prompt(body.token_ids)
+    prompt = with_breakpoints(await service.prompt(body.token_ids), body.breakpoints)
     identity = request_id(request, service, body.request_id, "gen")
     (call,) = make_calls(
         request,

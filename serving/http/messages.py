@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from itertools import takewhile
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxinfer.errors import InvalidRequest
+from jaxinfer.inputs import Prompt
 from serving.http.answer import Answer
 from serving.http.body import read_model, validate
 from serving.http.chat import ChatJob, prepare, template_kwargs
@@ -22,7 +25,12 @@ from serving.http.errors import JsonResponse, anthropic_error_body, counted
 from serving.http.exchange import Failed
 from serving.http.fields import warning_headers
 from serving.http.messages_events import MessageWriter, usage
-from serving.http.messages_request import CountTokensRequest, MessagesRequest, to_chat
+from serving.http.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    beginnings,
+    to_chat,
+)
 from serving.http.prompts import chat_prompt
 from serving.http.schemas import ChatRequest
 from serving.http.sse import EventStream, event, while_connected, with_errors
@@ -36,7 +44,10 @@ async def create(request: Request) -> Response:
         body = await read_model(request, MessagesRequest)
         unknown = body.warnings()
         chat_body = await service.in_thread(_translated, body)
+        parts = beginnings(body)
         job = await prepare(request, service, chat_body, "msg")
+        if parts and service.engine.heeds_breakpoints:
+            job.call.prompt = await _with_breakpoints(service, job.call.prompt, parts)
     headers = {"request-id": job.id, **warning_headers(unknown + job.unknown)}
     if body.stream:
         events = with_errors(_stream(job), lambda e: _encoded([anthropic_error_body(e)]), end=b"")
@@ -64,8 +75,25 @@ ROUTES = [
 ]
 
 
-def _translated(body: CountTokensRequest) -> ChatRequest:
-    return validate(to_chat(body), ChatRequest)
+def _translated(body: CountTokensRequest, begins: bool = False) -> ChatRequest:
+    return validate(to_chat(body, begins), ChatRequest)
+
+
+async def _with_breakpoints(
+    service: Service, prompt: Prompt, parts: Iterable[CountTokensRequest]
+) -> Prompt:
+    """The prompt with a breakpoint where each part ends: as far as its own prompt is the same."""
+    found = set()
+    for part in parts:
+        chat = await service.in_thread(_translated, part, True)
+        kwargs, _ = template_kwargs(service, chat)
+        try:
+            begin = await chat_prompt(service, chat, tools=chat.tools, template_kwargs=kwargs)
+        except InvalidRequest:  # a template that takes no such beginning: there is nothing to keep
+            continue
+        pairs = zip(prompt.token_ids, begin.token_ids, strict=False)
+        found.add(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return prompt.with_breakpoints(sorted(found - {0}))
 
 
 # --- generation -------------------------------------------------------------------------------

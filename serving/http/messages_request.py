@@ -7,7 +7,7 @@ Called by messages.py; the chat pipeline gets what to_chat returns, as if a clie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -45,6 +45,7 @@ OUTPUT_CONFIG = {"format": (), "task_budget": ()}
 THINKING = {"display": ("summarized",)}
 TOOL = {"strict": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
+MAX_MARKS = 4  # places of cache_control in one request
 TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
@@ -61,7 +62,7 @@ class CountTokensRequest(Fields):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None  # the prefix cache needs no hint
+    cache_control: dict[str, Any] | None = None  # see beginnings
     chat_template_kwargs: dict[str, Any] | None = None
 
     def warnings(self) -> list[str]:
@@ -79,8 +80,47 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     priority: Priority | None = None
 
 
-def to_chat(request: CountTokensRequest) -> dict[str, Any]:
-    """The chat completions body that asks for the same. Raises BadField for what can't be honoured."""
+def beginnings(request: CountTokensRequest) -> list[CountTokensRequest]:
+    """The request cut off after each block with cache_control, in order.
+
+    As far as its prompt is that of the whole request, it ends where the block does. Of tools and system
+    no message is left but an empty one, which templates need. The request's own cache_control stands for
+    the end of its messages. Raises BadField for more than MAX_MARKS.
+    """
+    cuts: list[dict[str, Any]] = []
+    for name in ("tools", "system"):
+        value = getattr(request, name)
+        found = _cut(value) if isinstance(value, list) else ()
+        cuts += [{name: part, "messages": [{"role": "user", "content": ""}]} for part in found]
+    for i, message in enumerate(request.messages):
+        content = message.get("content")
+        for part in _cut(content) if isinstance(content, list) else ():
+            cuts.append({"messages": [*request.messages[:i], {**message, "content": part}]})
+    if request.cache_control is not None:
+        cuts.append({})
+    if len(cuts) > MAX_MARKS:
+        text = f"cache_control stands in {len(cuts)} places; at most {MAX_MARKS} are allowed"
+        raise BadField("cache_control", text)
+    return [request.model_copy(update=cut) for cut in cuts]
+
+
+def _cut(blocks: Sequence[Any]) -> Iterator[list[Any]]:
+    """The blocks up to each one that has cache_control, those of tool results included."""
+    for i, block in enumerate(blocks):
+        if isinstance(block, Mapping):
+            inner = block.get("content")
+            for part in _cut(inner) if isinstance(inner, list) else ():
+                yield [*blocks[:i], {**block, "content": part}]
+            if block.get("cache_control") is not None:
+                yield list(blocks[: i + 1])
+
+
+def to_chat(request: CountTokensRequest, begins: bool = False) -> dict[str, Any]:
+    """The chat completions body that asks for the same. Raises BadField for what can't be honoured.
+
+    Args:
+        begins: it is the beginning of a request: no answer follows.
+    """
     given = given_fields(request)
     refuse(given, NEUTRAL)
     refuse(request.output_config or {}, OUTPUT_CONFIG, "output_config.")
@@ -88,7 +128,9 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
         name: given[name] for name in (*SHARED, *SamplingFields.model_fields) if name in given
     }
     body["messages"] = _system(request.system) + chat_messages(request.messages)
-    if _prefilled(body["messages"]):
+    if begins:
+        body["add_generation_prompt"] = False
+    elif _prefilled(body["messages"]):
         body |= {"add_generation_prompt": False, "continue_final_message": True}
     if isinstance(request, MessagesRequest):
         body["max_completion_tokens"] = request.max_tokens

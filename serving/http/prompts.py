@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxinfer.errors import InvalidRequest
 from jaxinfer.inputs import Prompt
+from serving.errors import BadField
 from serving.http.schemas import ChatFields
 from serving.service import Service
 
@@ -26,6 +28,16 @@ async def text_prompt(
         value = await encode(service, value, add_special_tokens)
     room = service.engine.core.max_model_len
     return await service.prompt(value[-room if truncate == -1 else -truncate :])
+
+
+def with_breakpoints(prompt: Prompt, positions: list[int] | None) -> Prompt:
+    """The prompt with the client's breakpoints. Raises BadField for one that is not in it."""
+    if not positions:
+        return prompt
+    try:
+        return prompt.with_breakpoints(positions)
+    except InvalidRequest as error:
+        raise BadField("breakpoints", str(error)) from None
 
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:

@@ -10,12 +10,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
+from jaxinfer.inputs import MAX_BREAKPOINTS
 from jaxinfer.types import MAX_LOGPROBS
 from serving.http.fields import MAX_INT, Count, Fields, SamplingFields
 
 type Priority = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
 type Name = Annotated[str, Field(max_length=1024)]
 type Filled = Annotated[str, Field(min_length=1)]
+type Breakpoints = Annotated[  # numbers of tokens from the prompt's start
+    list[Annotated[int, Field(ge=1, le=MAX_INT)]], Field(max_length=MAX_BREAKPOINTS)
+]
 type Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
 type Texts = Annotated[list[Filled], Field(min_length=1)]
 type Batch = Annotated[list[Ids], Field(min_length=1)]
@@ -105,6 +109,17 @@ class CompletionRequest(GenerationFields):
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    breakpoints: Breakpoints | None = None
+
+    @model_validator(mode="after")
+    def _one_whole_prompt(self) -> Self:
+        if self.breakpoints and len(self.prompt) > 1:
+            raise ValueError(
+                f"breakpoints belong to one prompt, not to {len(self.prompt)}; send a request for each"
+            )
+        if self.breakpoints and self.truncate_prompt_tokens is not None:
+            raise ValueError("breakpoints and truncate_prompt_tokens are not supported together")
+        return self
 
 
 class ChatFields(Fields):
@@ -175,6 +190,7 @@ class GenerateRequest(Fields):
     """POST /inference/v1/generate: tokens in, tokens out."""
 
     token_ids: Annotated[list[int], Field(min_length=1)]
+    breakpoints: Breakpoints | None = None
     sampling_params: TokenSamplingFields
     model: Name | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]+$")] | None = None
