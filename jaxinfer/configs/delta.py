@@ -13,8 +13,18 @@ from typing import Any
 
 from jaxinfer.architectures import Architecture
 from jaxinfer.config_reader import Reader
-from jaxinfer.configs.common import qwen_experts, qwen_sparse, with_ffns
+from jaxinfer.configs.common import (
+    deepseek_experts,
+    ignore_mtp,
+    qwen_experts,
+    qwen_sparse,
+    sparse_layers,
+    with_ffns,
+)
 from jaxinfer.configs.dense import decoder, text_part
+from jaxinfer.configs.ffn import MoeConfig, each_expert
+from jaxinfer.configs.fields import layer_kinds, only, renamed, without
+from jaxinfer.configs.latent import LatentConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import FfnConfig, LayerConfig, MixerConfig, ModelConfig
 
@@ -102,12 +112,36 @@ _ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": _MOE35,
     "Qwen3_5MoeForConditionalGeneration": replace(_MOE35, model_type="qwen3_5_moe", **_EYES),
 }
+_KIMI = Architecture(
+    "kimi_linear",
+    {
+        "rms_norm_eps": 1e-5,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "linear_conv_kernel_dim": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "n_shared_experts": 1,
+    },
+    ignored=(r"model\.mtp\..*",),
+)
+_ARCHITECTURES["KimiLinearForCausalLM"] = _KIMI
+# Kimi's words for what other classes of experts have too.
+_KIMI_WORDS = {
+    "max_position_embeddings": "model_max_length",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "n_shared_experts": "num_shared_experts",
+    "scoring_func": "moe_router_activation_func",
+}
 MODEL_TYPES = {name: arch.model_type for name, arch in _ARCHITECTURES.items()}
 
 
 def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a class of MODEL_TYPES. Raises ConfigError naming the field and the value."""
-    return _qwen(name, raw)
+    return _kimi(name, raw) if name.startswith("Kimi") else _qwen(name, raw)
 
 
 def _qwen(name: str, raw: Mapping[str, Any]) -> ModelConfig:
@@ -121,9 +155,9 @@ def _qwen(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     config = replace(config, gated=True, layers=_mixed(config, types, mixer, None))
     if "num_experts" in arch.defaults:
         config = with_ffns(config, _qwen_ffns(config, reader, arch))
-    _only(reader, "hidden_act", "silu")
-    _only(reader, "attn_output_gate", True)
-    _only(reader, "mamba_ssm_dtype", "float32")
+    only(reader, "hidden_act", "silu")
+    only(reader, "attn_output_gate", True)
+    only(reader, "mamba_ssm_dtype", "float32")
     _skip_drafts(reader, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     reader.check_unread()
     return config
@@ -167,29 +201,78 @@ def _mixed(
 
 def _qwen_types(raw: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Layer types of layer_types or full_attention_interval, and the other fields."""
-    names = ("layer_types", "full_attention_interval", "num_hidden_layers")
-    reader = Reader({name: raw[name] for name in names if name in raw}, {})
+    reader = Reader(raw, {})
     count = reader.integer("num_hidden_layers")
     every = reader.integer("full_attention_interval", 4)
     types = reader.typed("layer_types", list)
     types = types or [_LINEAR if (i + 1) % every else _FULL for i in range(count)]
-    return _checked(types, count), {k: v for k, v in raw.items() if k not in names[:2]}
+    return _checked(types, count), without(raw, "layer_types", "full_attention_interval")
 
 
-def _checked(types: list[Any], count: int) -> list[str]:
-    """layer_types, one of the two a layer."""
-    if len(types) != count or any(t not in (_LINEAR, _FULL) for t in types):
+def _checked(types: Any, count: int) -> list[str]:
+    return layer_kinds("layer_types", types, count, {_LINEAR: _LINEAR, _FULL: _FULL})
+
+
+def _kimi(name: str, raw: Mapping[str, Any]) -> ModelConfig:
+    raw = renamed(raw, **_KIMI_WORDS)
+    types, raw = _kimi_types(raw)
+    # head_dim of the file means nothing here.
+    config, reader = decoder(name, _KIMI, without(raw, "head_dim"))
+    linear = KdaConfig(
+        heads=reader.integer("linear_num_heads"),
+        head_dim=reader.integer("linear_head_dim"),
+        kernel=reader.integer("linear_conv_kernel_dim", low=2),
+    )
+    full = LatentConfig(
+        q_rank=0 if reader.get("q_lora_rank") is None else reader.integer("q_lora_rank"),
+        rank=reader.integer("kv_lora_rank"),
+        nope=reader.integer("qk_nope_head_dim"),
+        rope=reader.integer("qk_rope_head_dim"),
+        value=reader.integer("v_head_dim"),
+        interleaved=False,
+    )
+    head_dim = full.nope + full.rope
+    only(reader, "qk_head_dim", head_dim)
+    only(reader, "hidden_act", "silu")
+    only(reader, "mla_use_nope", True)
+    only(reader, "use_grouped_topk", True)
+    moe = _kimi_experts(reader, config.activation)
+    sparse = sparse_layers(reader, config.num_layers, first=1)
+    layers = tuple(replace(layer, rope=None) for layer in _mixed(config, types, linear, full))
+    config = replace(config, layers=layers, head_dim=head_dim, scale=head_dim**-0.5)
+    config = ignore_mtp(reader, with_ffns(config, [moe if on else None for on in sparse]))
+    reader.check_unread()
+    return config
+
+
+def _kimi_experts(reader: Reader, activation: str) -> MoeConfig:
+    block = "block_sparse_moe."
+    up, down = each_expert(block, "w1", "w3", "w2")
+    return replace(deepseek_experts(reader, activation, block=block), up=(up,), down=(down,))
+
+
+def _kimi_types(raw: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Layer types of layer_types or linear_attn_config, whose sizes join the other fields."""
+    reader = Reader(raw, {})
+    count, given = reader.integer("num_hidden_layers"), reader.typed("linear_attn_config", dict)
+    if given is None:
+        return _checked(reader.get("layer_types"), count), without(raw, "layer_types")
+    inner = Reader(given, {})
+    sizes = {
+        "linear_num_heads": inner.integer("num_heads"),
+        "linear_head_dim": inner.integer("head_dim"),
+        "linear_conv_kernel_dim": inner.integer("short_conv_kernel_size", 4),
+    }
+    lists = {_LINEAR: "kda_layers", _FULL: "full_attn_layers"}
+    numbers = {kind: inner.typed(field, list) or [] for kind, field in lists.items()}
+    inner.check_unread()
+    if sorted(n for part in numbers.values() for n in part) != list(range(1, count + 1)):
         raise ConfigError(
-            f"config.json: layer_types={types!r:.80} must hold {count} of {_LINEAR}, {_FULL}"
+            f"config.json: linear_attn_config.kda_layers={numbers[_LINEAR]!r:.80} and "
+            f"full_attn_layers={numbers[_FULL]!r:.80} must name each layer from 1 to {count} once"
         )
-    return types
-
-
-def _only(reader: Reader, field: str, value: Any) -> None:
-    """Refuse any value of a field but the one that is implemented."""
-    given = reader.get(field, value)
-    if given != value:
-        raise ConfigError(f"config.json: {field}={given!r:.80} must be {value!r} here")
+    types = [_LINEAR if n in numbers[_LINEAR] else _FULL for n in range(1, count + 1)]
+    return types, without(raw, "linear_attn_config", "layer_types") | sizes
 
 
 def _skip_drafts(reader: Reader, *fields: str) -> None:
