@@ -59,12 +59,14 @@ class LatentConfig(MixerConfig):
 
 
 _V3 = {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+_V3 |= {"first_k_dense_replace": 3, "max_position_embeddings": 4096}
 _GLM = _V3 | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+_LITE = _GLM | {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1}
 _ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture("deepseek_v2"),
     "DeepseekV3ForCausalLM": Architecture("deepseek_v3", _V3),
     "DeepseekV32ForCausalLM": Architecture("deepseek_v32", _V3),
-    "Glm4MoeLiteForCausalLM": Architecture("glm4_moe_lite", _GLM | {"routed_scaling_factor": 1.8}),
+    "Glm4MoeLiteForCausalLM": Architecture("glm4_moe_lite", _LITE),
     "GlmMoeDsaForCausalLM": Architecture("glm_moe_dsa", _GLM),
     "Mistral4ForCausalLM": Architecture(
         "mistral4",

@@ -43,7 +43,7 @@ def load(
     def joined(rule: WeightRule) -> np.ndarray:
         parts = [tensors[name] for name in rule.sources]
         parts = [np.squeeze(part) for part in parts] if rule.squeeze else parts
-        value = np.concatenate(parts, axis=rule.concat)
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=rule.concat)
         value = value[slice(*rule.rows)] if rule.rows else value
         return np.swapaxes(value, -1, -2) if rule.transpose else value
 
