@@ -54,7 +54,7 @@ cases = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(cases)
 def test_reference_matches_oracle(options):
     arrays, places = drawn(**options)
