@@ -95,7 +95,7 @@ def test_breakpoints_keep_states_where_prompts_will_part(recurrent: LLM) -> None
         given: Any = head
         if form == "prompt":
             given = "".join(chr(97 + token % 26) for token in head)
-            head = recurrent.tokenizer.encode(given)
+            head = list(recurrent.prompt(given).token_ids)
         marked = {form: given, "breakpoints": [len(head) - 3, 20, 20]}
         (output,) = recurrent.generate([marked], ONE, use_tqdm=False)
         assert output.prompt_token_ids == list(head)
