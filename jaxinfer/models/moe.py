@@ -12,6 +12,7 @@ from dataclasses import replace
 import jax
 
 from jaxinfer.configs.ffn import MoeConfig, Stored
+from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.experts import mix_experts
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.router import route
@@ -96,7 +97,7 @@ def apply(
     shared = output_of(moe.shared, h, _part(weights, _SHARED))
     if moe.shared_gate:
         # Rounded, so that the product is not fused into the sum for some numbers of tokens.
-        gate = jax.nn.sigmoid(linear(h, weights["shared_gate"]))
+        gate = alone(jax.nn.sigmoid, linear(h, weights["shared_gate"]))
         shared = jax.lax.optimization_barrier(shared * gate)
     return out + shared
 

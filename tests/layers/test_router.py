@@ -192,7 +192,7 @@ def acted(kind: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_experts(kind: str, interleaved: bool) -> None:
     """Some experts get no row, one gets many; a row alone yields the very same bits."""
-    activation, tokens = ACTIVATIONS[kind], 37
+    activation, tokens = ACTIVATIONS[kind], 83
     inner = F * (1 + activation.gated)
     x, up, down = (
         RNG.standard_normal(s) for s in ((tokens, D), (EXPERTS, D, inner), (EXPERTS, F, D))
