@@ -17,7 +17,7 @@ from pallas_kernels import native
 native._FLAGS = (*native._FLAGS, *{flags!r})
 native.cache_dir = lambda: Path({folder!r})
 import numpy as np
-from tests.kernels import test_experts, test_latent, test_sinks, test_sparse
+from tests.kernels import test_conv, test_experts, test_latent, test_recurrent, test_sinks, test_sparse
 from tests.kernels.oracle import make_case
 from tests.kernels.test_attention import _prompt, check, run as attend
 from tests.kernels.test_matmul import close, draw, run
@@ -49,6 +49,12 @@ test_sparse.test_native_choice_is_the_same_however_a_prompt_is_cut(None)
 test_sparse.test_native_over_all_keys_is_bitwise_latent_attention(None)
 for k, n in ((131, 77), (96, 200)):
     test_experts.test_native_rows_are_bitwise_those_of_the_plain_matmul(None, k, n)
+for kind in test_recurrent.KINDS:
+    arrays, places = test_recurrent.drawn(3, 2, 3, 17, key_heads=2, ratio=2, dk=20, dv=37, **kind)
+    test_recurrent.check(arrays, places, "native")
+    test_recurrent.test_native_is_bitwise_the_same_however_a_sequence_is_cut(None, kind, 24)
+test_conv.check("native", 3, 2, 3, 16, 300, 4)
+test_conv.test_steps_are_bitwise_a_chunk(None, "native", 300)
 print("equal")
 """
 
