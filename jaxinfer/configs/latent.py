@@ -16,7 +16,7 @@ from jaxinfer.architectures import Architecture
 from jaxinfer.config_reader import Reader
 from jaxinfer.configs.common import deepseek_experts, ignore_mtp, sparse_layers, with_ffns
 from jaxinfer.configs.dense import decoder, text_part
-from jaxinfer.configs.ffn import MoeConfig
+from jaxinfer.configs.ffn import MoeConfig, Stored
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import MixerConfig, ModelConfig, Names
 
@@ -186,7 +186,8 @@ def _experts(reader: Reader, kind: str, config: ModelConfig) -> MoeConfig:
     moe = deepseek_experts(reader, config.activation, softmax=kind == "deepseek_v2")
     if kind == "mistral4":  # a softmax, but groups and weights as with the sigmoid
         router = replace(moe.router, score="softmax", exact=False, correction=False)
-        moe = replace(moe, router=router)
+        up, down = (Stored((f"mlp.experts.{name}",)) for name in ("gate_up_proj", "down_proj"))
+        moe = replace(moe, router=router, up=(up, *moe.up), down=(down, *moe.down))
     return moe
 
 

@@ -104,7 +104,8 @@ def expanded(
 
     A key costs r (dn + dv) products a head to expand, for each block anew, and saves (2r + dr) - (dn + dr + dv)
     of them for each query. With r = 512, dn = dv = 128, dr = 64 these are 131072 and 768: it takes blocks of
-    171 queries to gain anything, and blocks are of 32. What was measured is in tests/models/test_latent.py.
+    171 queries to gain anything, and blocks are of 32. Measured in float32 on a CPU, 8 heads, 4096 keys,
+    absorbed against expanded: 26 and 122 ms for 32 queries, 100 and 131 for 128, 385 and 259 for 512.
     """
     page = pool.shape[2]
     step = max(1, _CHUNK // page)  # pages a chunk

@@ -34,7 +34,7 @@ from tests.models.paged import BLOCK, PAGE, Driver, Sequence, load
 DENSE = ["deepseek_v2", "deepseek_v2_greedy", "deepseek_v3", "deepseek_v3_norope_interleave"]
 DENSE += ["glm4_moe_lite"]
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
-MINE = DENSE + SPARSE
+MINE = [*DENSE, *SPARSE, "mistral4"]
 ROWS, BLOCKS = 1, 10
 
 
@@ -172,19 +172,6 @@ def test_a_short_table_needs_no_choice() -> None:
         driver.step([], [(sequence, 41)])
         logits.append(np.stack(sequence.logits))
     np.testing.assert_array_equal(*logits)
-
-
-def test_query_growth_and_softmax_groups_of_mistral4() -> None:
-    raw = load_config("deepseek_v3")
-    rope = raw["rope_parameters"] | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3}
-    drop = ("num_nextn_predict_layers", "head_dim")
-    raw = {k: v for k, v in raw.items() if k not in drop} | {"rope_parameters": rope}
-    raw |= {"architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
-    config = ModelConfig.from_hf(raw)
-    choice = router(config, 1)
-    assert config.query_growth == (0.1, 128)
-    assert (choice.score, choice.correction, choice.group_pairs) == ("softmax", False, True)
-    assert [rope.dims for rope in config.ropes] == [8]
 
 
 @pytest.mark.parametrize(

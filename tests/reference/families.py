@@ -223,6 +223,8 @@ _add(
     num_hidden_layers=4,
     indexer_types=["full", "full", "shared", "full"],
 )
+_GROWN = _YARN | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3}
+_add("mistral4", "Mistral4", _MLA, _V3_MOE, num_hidden_layers=2, rope_parameters=_GROWN)
 
 # Delta rules.
 _add(
