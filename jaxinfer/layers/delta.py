@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxinfer.cache.spec import Field
 from jaxinfer.layers.batch import Batch, StateBatch
+from jaxinfer.layers.elementwise import alone
 
 Cache = dict[str, jax.Array]
 
@@ -69,6 +70,21 @@ def recur(
         cache, out = _region(many, cache, *places, batch.block_length, replay)
         regions.append(out)
     return cache, regions[0] if len(regions) == 1 else jnp.concatenate(regions)
+
+
+def decay(x: jax.Array, bias: jax.Array, rate: jax.Array) -> jax.Array:
+    """-e^rate softplus(x + bias) of f32[T, n]: the logarithm of what is kept of a state.
+
+    rate, bias: f32[n]. A token's bits do not depend on the others.
+    """
+    kept = alone(jax.nn.softplus, x + bias)
+    return jax.lax.optimization_barrier(-alone(jnp.exp, rate[None]) * kept)
+
+
+def bounded_decay(x: jax.Array, bias: jax.Array, rate: jax.Array, lower: float) -> jax.Array:
+    """lower sigmoid(e^rate (x + bias)): the same, never below `lower`."""
+    kept = alone(jax.nn.sigmoid, alone(jnp.exp, rate[None]) * (x + bias))
+    return jax.lax.optimization_barrier(lower * kept)
 
 
 def _cut(inputs: tuple[Any, ...], tokens: slice, blocks: int, block: int) -> tuple[Any, ...]:

@@ -17,8 +17,8 @@ from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.configs.delta import DeltaConfig, KdaConfig
 from jaxinfer.layers.batch import StateBatch
 from jaxinfer.layers.conv import convolve
-from jaxinfer.layers.delta import recur, state_fields
-from jaxinfer.layers.gates import bounded_decay, decay, sigmoid
+from jaxinfer.layers.delta import bounded_decay, decay, recur, state_fields
+from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.model_config import LayerConfig, ModelConfig
@@ -77,7 +77,7 @@ def apply(
     u, z, b, a = _projected(linear(h, weights["in"]), m)
     heads = (m.key_heads, m.key_dim, m.heads, m.value_dim)
     cache, q, k, v = _qkv(u, weights["conv"], cache, heads, view)
-    beta = sigmoid(b.astype(jnp.float32))
+    beta = alone(jax.nn.sigmoid, b.astype(jnp.float32))
     g = decay(a.astype(jnp.float32), weights["dt_bias"], weights["A_log"])
     cache, out = _mixed((q, k, v, g, beta), cache, c, view, tap)
     out = rms_norm(out.astype(h.dtype), weights["delta_norm"], c.norm_eps, "A")
@@ -157,8 +157,8 @@ def kda_apply(
     u, f, gate, b = jnp.split(linear(h, weights["in"]), cuts, axis=-1)
     f, gate = linear(f, weights["f"]), linear(gate, weights["g"])
     cache, q, k, v = _qkv(u, weights["conv"], cache, heads * 2, view)
-    beta = sigmoid(b.astype(jnp.float32))
-    g = _decay(f.astype(jnp.float32).reshape(len(h), *heads), weights, m)
+    beta = alone(jax.nn.sigmoid, b.astype(jnp.float32))
+    g = _decay(f.astype(jnp.float32), weights, m).reshape(len(h), *heads)
     cache, out = _mixed((q, k, v, g, beta), cache, c, view, tap)
     norm = weights["delta_norm"].astype(jnp.float32)
     gate = jax.nn.sigmoid(gate.reshape(out.shape).astype(jnp.float32))
@@ -167,8 +167,8 @@ def kda_apply(
 
 
 def _decay(f: jax.Array, weights: Params, m: KdaConfig) -> jax.Array:
-    """Logarithm of the decay of each channel, f32[T, H, d]."""
-    bias, rate = weights["dt_bias"].reshape(f.shape[1:]), weights["A_log"][:, None]
+    """Logarithm of the decay of each channel, f32[T, H d]."""
+    bias, rate = weights["dt_bias"], jnp.repeat(weights["A_log"], m.head_dim)
     return bounded_decay(f, bias, rate, m.lower) if m.lower else decay(f, bias, rate)
 
 

@@ -6,14 +6,29 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jaxinfer.configs.delta import KdaConfig
+from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import ModelConfig
-from tests.models.families import Recording, load_case
+from jaxinfer.models.registry import get_family
+from jaxinfer.weights.loader import load_params
+from jaxinfer.weights.tensors import open_safetensors
+from tests.models.families import (
+    OLD_STYLE,
+    Recording,
+    composite,
+    load_case,
+    load_config,
+    write_case,
+)
 from tests.models.paged import BLOCK, PAGE, Driver, Sequence, load
 
 CASES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
@@ -22,11 +37,13 @@ ROWS, BLOCKS = 2, 12
 EXACT = 64
 
 
-@cache
-def model(case: str, replay: str = "tolerant") -> tuple[ModelConfig, dict[str, Any], Recording]:
+def built(case: str, replay: str = "tolerant") -> tuple[ModelConfig, dict[str, Any], Recording]:
     raw, tensors, recording = load_case(case)
     config = dataclasses.replace(ModelConfig.from_hf(raw), replay=replay)
     return config, load(config, tensors), recording
+
+
+model = cache(built)
 
 
 def error(sequence: Sequence, expected: np.ndarray, positions: np.ndarray | None = None) -> float:
@@ -81,7 +98,7 @@ def test_logits(case: str) -> None:
     assert (best == recording.greedy)[sure].all() and sure.sum() > len(sure) // 2
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "kimi_linear"])
 def test_exact_replay_is_bitwise(case: str) -> None:
     """One shot, random chunks, token by token, and going on from a copy: the same bits; and right."""
     config, params, recording = model(case, "exact")
@@ -105,3 +122,194 @@ def test_exact_replay_is_bitwise(case: str) -> None:
     driver.step([neighbour, beside], [])
     for sequence in (chunked, single, *forks, beside):
         np.testing.assert_array_equal(np.stack(sequence.logits), expected[: sequence.done])
+
+
+@pytest.mark.parametrize(("case", "raw"), [x for x in OLD_STYLE if x[0] in CASES])
+def test_published_config_equals_the_new_style(case: str, raw: dict[str, Any]) -> None:
+    assert ModelConfig.from_hf(raw) == ModelConfig.from_hf(load_config(case))
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_composite(case: str) -> None:
+    """As published, with eyes, a prefix and fused experts: the same weights and logits."""
+    raw, tensors = composite(case)
+    config = ModelConfig.from_hf(raw)
+    driver = Driver(config, load(config, tensors), 0, 3)
+    recording = model(case)[2]
+    short = len(recording.prompt)
+    sequence = feed(driver, Sequence(0, recording.prompt, short), [short])
+    assert error(sequence, recording.logits) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "named"),
+    [
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ("qwen3_5", {"linear_new_thing": 2}, "linear_new_thing"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+        ("kimi_linear", {"qk_head_dim": 20}, "qk_head_dim"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "scoring_func"),
+        (
+            "kimi_linear",
+            {
+                "linear_attn_config": {
+                    "kda_layers": [0, 1, 2],
+                    "full_attn_layers": [3],
+                    "head_dim": 16,
+                    "num_heads": 4,
+                }
+            },
+            "kda_layers",
+        ),
+    ],
+)
+def test_refusals(case: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf(load_config(case) | change)
+
+
+def test_layers_for_speculation_are_passed_over() -> None:
+    plain = load_config("qwen3_5")
+    assert ModelConfig.from_hf(plain | {"mtp_num_hidden_layers": 1}) == ModelConfig.from_hf(plain)
+
+
+def test_decays_without_axes_of_length_1_load(tmp_path: Path) -> None:
+    """A_log of Kimi Linear is [1, 1, H, 1], or [H] in files of other tools."""
+    _, tensors, _ = load_case("kimi_linear")
+    config, params, _ = model("kimi_linear")
+    family = get_family(config)
+    flat = {k: v.reshape(-1) if k.endswith("A_log") else v for k, v in tensors.items()}
+    for name, drawn in (("published", tensors), ("flat", flat)):
+        folder = write_case(tmp_path / name, "kimi_linear", drawn)
+        loaded = load_params(
+            family.param_specs(config),
+            family.weight_rules(config),
+            open_safetensors(folder),
+            "float32",
+        )
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """silu of the causal convolution of x[T, channels] with the published weight [channels, 1, K]."""
+    taps = weight.shape[2]
+    line = np.pad(x, ((taps - 1, 0), (0, 0)))
+    return silu(np.sum([line[j : j + len(x)] * weight[:, 0, j] for j in range(taps)], axis=0))
+
+
+def delta_rule(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray
+) -> np.ndarray:
+    """o[T, H, dv], token by token; g[T, H, dk or 1], beta[T, H]."""
+    state = np.zeros((q.shape[1], q.shape[2], v.shape[2]))
+    out = []
+    for t in range(len(q)):
+        state = np.exp(g[t])[:, :, None] * state
+        wrong = v[t] - np.einsum("hd,hde->he", k[t], state)
+        state = state + k[t][:, :, None] * (beta[t][:, None] * wrong)[:, None, :]
+        out.append(np.einsum("hd,hde->he", q[t], state))
+    return np.stack(out)
+
+
+def delta_net(x: np.ndarray, w: dict[str, np.ndarray], raw: dict[str, Any]) -> np.ndarray:
+    """Qwen3-Next's Gated DeltaNet of x[T, D] in float64; models.md 4.15."""
+    keys, heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    dk, dv = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
+    count, ratio = len(x), heads // keys
+    qkvz = (x @ w["in_proj_qkvz.weight"].T).reshape(count, keys, -1)
+    b, a = np.split((x @ w["in_proj_ba.weight"].T).reshape(count, keys, -1), 2, axis=-1)
+    cuts = [dk, 2 * dk, 2 * dk + ratio * dv]
+    q, k, v, z = (part.reshape(count, -1) for part in np.split(qkvz, cuts, axis=-1))
+    u = convolved(np.concatenate([q, k, v], axis=-1), w["conv1d.weight"])
+    q, k = (part.reshape(count, keys, dk) for part in np.split(u[:, : 2 * keys * dk], 2, axis=-1))
+    q, k = (np.repeat(unit(part), ratio, axis=1) for part in (q, k))
+    v = u[:, 2 * keys * dk :].reshape(count, heads, dv)
+    g = -np.exp(w["A_log"]) * np.log1p(np.exp(a.reshape(count, heads) + w["dt_bias"]))
+    out = delta_rule(q * dk**-0.5, k, v, g[..., None], sigmoid(b.reshape(count, heads)))
+    out = rms(out, w["norm.weight"], raw["rms_norm_eps"]) * silu(z.reshape(out.shape))
+    return out.reshape(count, -1) @ w["out_proj.weight"].T
+
+
+def kda(
+    x: np.ndarray, w: dict[str, np.ndarray], raw: dict[str, Any], lower: float = 0.0
+) -> np.ndarray:
+    """Kimi Delta Attention of x[T, D] in float64; models.md 4.18."""
+    shape = (len(x), raw["linear_num_heads"], raw["linear_head_dim"])
+    q, k, v = (
+        convolved(x @ w[f"{n}_proj.weight"].T, w[f"{n}_conv1d.weight"]).reshape(shape)
+        for n in "qkv"
+    )
+    f, gate = (x @ w[f"{n}_a_proj.weight"].T @ w[f"{n}_b_proj.weight"].T for n in "fg")
+    f, rate = (f + w["dt_bias"]).reshape(shape), np.exp(w["A_log"].reshape(-1, 1))
+    g = lower * sigmoid(rate * f) if lower else -rate * np.log1p(np.exp(f))
+    beta = sigmoid(x @ w["b_proj.weight"].T)
+    out = delta_rule(unit(q) * shape[2] ** -0.5, unit(k), v, g, beta)
+    out = rms(out, w["o_norm.weight"], raw["rms_norm_eps"]) * sigmoid(gate.reshape(shape))
+    return out.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("replay", ["tolerant", "exact"])
+@pytest.mark.parametrize(("case", "truth"), [("wide_gdn", delta_net), ("wide_kda", kda)])
+def test_full_width(case: str, truth: Callable[..., np.ndarray], replay: str) -> None:
+    """One layer at the published width, of its own input, against float64; its logits against PyTorch."""
+    config, params, recording = built(case, replay)
+    raw, tensors, _ = load_case(case)
+    part = "linear_attn." if case == "wide_gdn" else "self_attn."
+    start = f"model.layers.0.{part}"
+    weights = {
+        k.removeprefix(start): v.astype(np.float64) for k, v in tensors.items() if start in k
+    }
+    driver = Driver(config, params, 1, 2, sequences=1, block=EXACT)
+    tokens = recording.long_prompt[:70]
+    sequence = Sequence(0, tokens, len(tokens))
+    seen, expected = [], []
+    for decode, prefill in (([], [(sequence, 68)]), ([sequence], []), ([sequence], [])):
+        driver.step(decode, prefill)
+        places = [0] if decode else np.r_[1:69]
+        seen.append(driver.taps["layers.0.attn_out"][places])
+        expected.append(driver.taps["layers.0.attn_in"][places])
+    exact = truth(np.concatenate(expected).astype(np.float64), weights, raw)
+    assert np.abs(np.concatenate(seen) - exact).max() < 2e-5 * np.abs(exact).max()
+    short = len(recording.prompt)
+    assert np.abs(np.stack(sequence.logits[:short]) - recording.logits).max() < TOLERANCE
+
+
+def test_bounded_decay() -> None:
+    """The form of later families, exp(-5 sigmoid(...)), against float64."""
+    config, params, recording = model("kimi_linear")
+    raw, tensors, _ = load_case("kimi_linear")
+    start = "model.layers.0.self_attn."
+    weights = {
+        k.removeprefix(start): v.astype(np.float64) for k, v in tensors.items() if start in k
+    }
+    layers = (
+        dataclasses.replace(x, mixer=dataclasses.replace(x.mixer, lower=-5.0))
+        if isinstance(x.mixer, KdaConfig)
+        else x
+        for x in config.layers
+    )
+    driver = Driver(dataclasses.replace(config, layers=tuple(layers)), params, 0, 3)
+    driver.step([], [(Sequence(0, recording.prompt, 41), 41)])
+    expected = kda(driver.taps["layers.0.attn_in"][:41].astype(np.float64), weights, raw, -5.0)
+    assert np.abs(driver.taps["layers.0.attn_out"][:41] - expected).max() < 1e-5
