@@ -42,6 +42,11 @@ def inert(reader: Reader, *fields: str) -> None:
         reader.get(field)
 
 
+def initial_time_steps(reader: Reader) -> None:
+    """Fields of state spaces from which training starts."""
+    inert(reader, "time_step_min", "time_step_max", "time_step_floor", "time_step_rank")
+
+
 def layer_kinds(field: str, given: Any, count: int, known: Mapping[str, str]) -> list[str]:
     """known[...] of each entry of the list `given`, the value of `field`; it must have `count`."""
     if not isinstance(given, list) or len(given) != count or any(x not in known for x in given):

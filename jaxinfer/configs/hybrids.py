@@ -21,6 +21,7 @@ from jaxinfer.configs.fields import (
     bounds,
     factors,
     inert,
+    initial_time_steps,
     layer_kinds,
     layer_numbers,
     only,
@@ -236,6 +237,7 @@ def _nemotron(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mo
     inert(reader, "time_step_limit", "expand", "mamba_ssm_cache_dtype")
     inert(reader, "rescale_prenorm_residual", "use_mamba_kernels", "mamba_proj_bias")
     only(reader, "mamba_hidden_act", "silu")
+    initial_time_steps(reader)
     mixer = ssm(reader, _NEMOTRON, "mixer.", (reader.number("time_step_min", None), math.inf))
     act = Activation(config.activation, gated=False)
     dense = MlpConfig(

@@ -13,7 +13,7 @@ from typing import Any
 from jaxinfer.architectures import Architecture
 from jaxinfer.config_reader import Reader
 from jaxinfer.configs.dense import decoder
-from jaxinfer.configs.fields import bounds, inert, only, renamed, without
+from jaxinfer.configs.fields import bounds, inert, initial_time_steps, only, renamed, without
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import LayerConfig, MixerConfig, ModelConfig, Names, NoFfn
 
@@ -126,6 +126,7 @@ def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
             f"expand * hidden_size = {inner}"
         )
     only(reader, "rms_norm", True)
+    initial_time_steps(reader)
     inert(reader, "norm_before_gate")  # true in old files; the gate goes first all the same
     config = replace(
         config,

@@ -14,7 +14,10 @@ from jaxinfer.layers.scale import rounded
 
 def time_steps(dt: jax.Array, bias: jax.Array, limits: tuple[float, float]) -> jax.Array:
     """f32[T, H] softplus(dt + bias) between `limits` of dt[T, H] and bias f32[H]."""
-    return jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + bias), *limits)
+    heads = dt.shape[1]
+    # Whole vectors of a CPU, so that no head is computed by other instructions for some numbers of tokens.
+    dt = jnp.pad(dt.astype(jnp.float32) + bias, ((0, 0), (0, -heads % 16)))
+    return jnp.clip(jax.nn.softplus(dt), *limits)[:, :heads]
 
 
 def skip(o: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
