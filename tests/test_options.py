@@ -17,6 +17,7 @@ import jaxinfer.llm
 from jaxinfer import LLM
 from jaxinfer.config import EngineConfig
 from jaxinfer.types import SamplingParams
+from tests.recurrent import write_recurrent
 
 DEFINITIONS = ("jaxinfer.config", "jaxinfer.types")
 read: set[str] = set()
@@ -54,21 +55,19 @@ def unread(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)} - read
 
 
-def test_a_run_reads_every_option(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_reads_every_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a model with recurrent states: some options are about them."""
     monkeypatch.setattr(jaxinfer.llm, "engine_config", lambda **options: NotingConfig(**options))
     llm = LLM(
-        str(tiny),
+        str(write_recurrent(tmp_path / "recurrent")),
         progress=False,
         max_num_seqs=2,
         max_num_batched_tokens=16,
         num_pages=16,
-        compile_cache=str(tmp_path),
+        compile_cache=str(tmp_path / "programs"),
     )
     params = NotingParams(max_tokens=3, stop="zzz", logprobs=1, prompt_logprobs=1, temperature=0.5)
     llm.generate([[65, 66, 67]], params)
-    # memory_fraction only matters where num_pages is not given.
-    assert unread(EngineConfig) == {"memory_fraction"}
+    assert unread(EngineConfig) == set()
     # best_of is refused when the value is built (test_architecture.py has the test).
     assert unread(SamplingParams) == {"best_of"}
