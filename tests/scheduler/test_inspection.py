@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scheduler.null_model import FULL, Runner, request, state, window
 
 SECRET = 991
@@ -41,3 +43,16 @@ def test_one_look_visits_no_more_nodes_than_asked_for():
     part = runner.scheduler.inspect(9)
     assert not part.complete and len(part.tree) == 9
     assert part.kinds == whole.kinds
+
+
+@pytest.mark.parametrize(
+    ("most", "depths"), [(0, [8, 16, 24, 32, 40]), (3, [24, 32, 40]), (1, [40])]
+)
+def test_a_path_keeps_the_deepest_states(most: int, depths: list[int]):
+    options = {"checkpoint_interval": 8, "max_num_batched_tokens": 8, "max_states_per_path": most}
+    runner = Runner((FULL, state()), (50, 20), 512, **options)
+    runner.add(request("r", list(range(42)), 1))
+    runner.drain()
+    view = runner.scheduler.inspect(100)
+    assert [node.depth for node in view.tree if node.states] == depths
+    assert view.kinds[1].thinned == 5 - len(depths) and view.max_states_per_path == most
