@@ -73,9 +73,11 @@ def check_router(router: RouterConfig) -> RouterConfig:
     return router
 
 
-def qwen_experts(reader: Reader, activation: str, *, renormalize: bool | None = None) -> MoeConfig:
+def qwen_experts(
+    reader: Reader, activation: str, *, renormalize: bool | None = None, width: int | None = None
+) -> MoeConfig:
     """Experts of Qwen's classes: num_experts (or num_local_experts), norm_topk_prob (unless `renormalize`
-    says it), a shared expert behind a gate where there is shared_expert_intermediate_size. Files may hold
+    says it), moe_intermediate_size (unless `width` does), a shared expert behind a gate where there is shared_expert_intermediate_size. Files may hold
     one tensor an expert or all of them in one."""
     act = Activation(activation)
     if renormalize is None:
@@ -89,7 +91,7 @@ def qwen_experts(reader: Reader, activation: str, *, renormalize: bool | None = 
     up, down = each_expert("mlp.", *GATED)
     moe = MoeConfig(
         router=check_router(router),
-        width=reader.integer("moe_intermediate_size"),
+        width=width or reader.integer("moe_intermediate_size"),
         activation=act,
         up=(up, Stored(("mlp.experts.gate_up_proj",))),
         down=(down, Stored(("mlp.experts.down_proj",))),
@@ -172,7 +174,8 @@ def _softmax_router(reader: Reader) -> RouterConfig:
 def _check_method(reader: Reader, score: str) -> None:
     """Refuse choices that the class does not make."""
     methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}[score]
-    allowed = {"scoring_func": (score,), "topk_method": methods, "moe_layer_freq": (1,)}
+    scores = {"softmax": (score,), "sigmoid": (score, "noaux_tc")}[score]  # dots.llm1 says it twice
+    allowed = {"scoring_func": scores, "topk_method": methods, "moe_layer_freq": (1,)}
     for name, values in allowed.items():
         value = reader.get(name)
         if value is not None and value not in values:

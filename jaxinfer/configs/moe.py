@@ -25,6 +25,7 @@ from jaxinfer.configs.common import (
 )
 from jaxinfer.configs.dense import decoder
 from jaxinfer.configs.ffn import Activation, MoeConfig, RouterConfig, Stored, each_expert
+from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import ModelConfig
 
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
@@ -33,6 +34,8 @@ _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bi
 def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a decoder with experts of class `name`."""
     arch, finish = _CLASSES[name]
+    if finish is _minimax_m2:
+        raw = _partial_rope(raw)
     config, reader = decoder(name, arch, raw)
     config = finish(config, reader)
     reader.check_unread()
@@ -94,6 +97,67 @@ def _glm4(c: ModelConfig, reader: Reader) -> ModelConfig:
     sparse = sparse_layers(reader, c.num_layers, first=1)
     c = replace(c, qk_norm="head" if reader.flag("use_qk_norm") else "none")
     return ignore_mtp(reader, with_ffns(c, [moe if on else None for on in sparse]))
+
+
+def _olmoe(c: ModelConfig, reader: Reader) -> ModelConfig:
+    moe = qwen_experts(reader, c.activation, width=c.intermediate_size)
+    return with_ffns(c, [moe] * c.num_layers)
+
+
+def _dots1(c: ModelConfig, reader: Reader) -> ModelConfig:
+    moe = deepseek_experts(reader, c.activation)
+    return with_ffns(c, [moe if on else None for on in sparse_layers(reader, c.num_layers)])
+
+
+def _minimax_m2(c: ModelConfig, reader: Reader) -> ModelConfig:
+    router = RouterConfig(
+        read_experts(reader, "num_local_experts", "num_experts", default=256),
+        reader.integer("num_experts_per_tok", 8),
+        "sigmoid",
+        exact=True,
+        correction=True,
+        renormalize=True,
+    )
+    _check_minimax_m2(reader, c.num_layers)
+    block = "block_sparse_moe."
+    up, down = each_expert(block, "w1", "w3", "w2")
+    moe = MoeConfig(
+        check_router(router),
+        c.intermediate_size,
+        Activation(c.activation),
+        (up,),
+        (down,),
+        router_name=f"{block}gate",
+        correction_name=f"{block}e_score_correction_bias",
+    )
+    read_training(reader)
+    return with_ffns(c, [moe] * c.num_layers)
+
+
+def _partial_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """MiniMax says in dims of a head what others say as a part of it."""
+    reader = Reader(raw, {"head_dim": 128})
+    if reader.get("rotary_dim") is None:
+        return raw
+    rest = {key: value for key, value in raw.items() if key != "rotary_dim"}
+    return {
+        "partial_rotary_factor": reader.integer("rotary_dim") / reader.integer("head_dim")
+    } | rest
+
+
+def _check_minimax_m2(reader: Reader, layers: int) -> None:
+    """Options of the class of which its models use one value."""
+    fixed = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
+    fixed |= {"use_routing_bias": True, "attn_type_list": [1] * layers}
+    fixed |= {f"layernorm_{kind}_beta": 1.0 for kind in ("full_attention", "mlp")}
+    for name, value in fixed.items():
+        given = reader.get(name)
+        if given is not None and given != value:
+            raise ConfigError(f"config.json: {name}={given!r:.80} must be {value!r:.80}")
+    # Speculation, and linear attention that no layer has.
+    for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
+        reader.get(name)
+    reader.get("layernorm_linear_attention_beta")
 
 
 def _granite(c: ModelConfig, reader: Reader) -> ModelConfig:
@@ -173,6 +237,37 @@ _CLASSES: dict[str, tuple[Architecture, Callable[[ModelConfig, Reader], ModelCon
             partial_rope=True,
         ),
         _glm4,
+    ),
+    "OlmoeForCausalLM": (
+        Architecture(
+            "olmoe",
+            {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8},
+            **_BIASED,
+            qk_norm="full",
+        ),
+        _olmoe,
+    ),
+    "Dots1ForCausalLM": (
+        Architecture(
+            "dots1",
+            # A window applies wherever it is given.
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 62}
+            | {"norm_topk_prob": False},
+            **_BIASED,
+            qk_norm="head",
+            windows="qwen",
+        ),
+        _dots1,
+    ),
+    "MiniMaxM2ForCausalLM": (
+        Architecture(
+            "minimax_m2",
+            {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608}
+            | {"rope_theta": 5e6},
+            qk_norm="full",
+            partial_rope=True,
+        ),
+        _minimax_m2,
     ),
     "GraniteMoeForCausalLM": (
         Architecture("granitemoe", **_BIASED, fields=frozenset({"multipliers"})),

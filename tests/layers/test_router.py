@@ -60,23 +60,20 @@ def routed(
     """(experts, weights, how little worse the best expert or group was that was left out) of one token."""
     if c.score == "chosen":
         order = best(logits, c.chosen + 1)
-        return (
-            order[:-1],
-            softmax(logits[order[:-1]]),
-            logits[order[-2]] - logits[order[-1]],
-        )
+        gap = float(logits[order[-2]] - logits[order[-1]])
+        return order[:-1], softmax(logits[order[:-1]]), gap
     scores = softmax(logits) if c.score == "softmax" else 1 / (1 + np.exp(-logits))
     ranked = scores if correction is None else scores + correction
-    gap = np.inf
+    gap = float("inf")
     if c.kept_groups < c.groups:
         groups = np.sort(ranked.reshape(c.groups, -1), axis=1)
         worth = groups[:, -2:].sum(1) if c.group_pairs else groups[:, -1]
         order = best(worth, c.kept_groups + 1)
-        gap = worth[order[-2]] - worth[order[-1]]
+        gap = float(worth[order[-2]] - worth[order[-1]])
         inside = np.isin(np.arange(c.experts) // (c.experts // c.groups), order[:-1])
         ranked = np.where(inside, ranked, -np.inf)
     order = best(ranked, c.chosen + 1)
-    gap = min(gap, ranked[order[-2]] - ranked[order[-1]])
+    gap = min(gap, float(ranked[order[-2]] - ranked[order[-1]]))
     experts = order[:-1]
     weights = scores[experts]
     if c.renormalize:

@@ -20,6 +20,7 @@ from tests.models.test_invariance import LENGTH, run_alone, run_together
 from tests.weights.test_loader import ArraySource
 
 CASES = ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "glm4_moe", "granitemoe"]
+CASES += ["olmoe", "dots1", "minimax_m2"]
 TOLERANCE = 1e-4
 RNG = np.random.default_rng(21)
 
@@ -143,7 +144,7 @@ def test_layers_with_experts() -> None:
     dense = type(None)
     assert kinds["qwen3_moe"] == [dense, MoeConfig, MoeConfig]
     assert kinds["qwen2_moe"] == [dense, MoeConfig, dense]
-    assert kinds["glm4_moe"] == [dense, MoeConfig, MoeConfig]
+    assert kinds["glm4_moe"] == kinds["dots1"] == [dense, MoeConfig, MoeConfig]
     assert set(kinds["mixtral"] + kinds["gpt_oss"] + kinds["granitemoe"]) == {MoeConfig}
 
 
@@ -167,6 +168,9 @@ def test_shared_experts() -> None:
         ("qwen2_moe", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("glm4_moe", {"n_group": 3}, "3 groups"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax'"),

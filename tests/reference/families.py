@@ -176,6 +176,34 @@ _MULTIPLIERS = {
     "logits_scaling": 2.0,
 }
 _add(
+    "olmoe",
+    "Olmoe",
+    _GQA,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=False,
+    num_hidden_layers=2,
+)
+_add(
+    "dots1",
+    "Dots1",
+    _WIDE,
+    _V3_MOE,
+    _ONE_GROUP,
+    num_hidden_layers=3,
+    sliding_window=8,
+    max_window_layers=2,
+)
+_add(
+    "minimax_m2",
+    "MiniMaxM2",
+    _WIDE,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    num_hidden_layers=2,
+    rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
+)
+_add(
     "granitemoe",
     "GraniteMoe",
     _GQA,
