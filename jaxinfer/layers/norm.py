@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from jaxinfer.layers.linear import linear
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str) -> jax.Array:
@@ -28,7 +29,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str) -> jax.Arra
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32, cast to x's dtype."""
-    x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return (normed * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    # The mean as a product: how XLA orders the sums of a row depends on the number of rows.
+    dim, x32 = x.shape[-1], x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    centred = x32 - linear(x32, jnp.full((dim, 1), 1 / dim, jnp.float32))
+    normed = pallas_kernels.rms_norm(centred, weight.astype(jnp.float32), eps)
+    return (normed + bias.astype(jnp.float32)).reshape(x.shape).astype(x.dtype)

@@ -162,3 +162,18 @@ def test_partial_rope_leaves_the_rest() -> None:
     turned = pairs * np.exp(1j * POSITIONS[:, None, None] * np.asarray(base(dims=8)))
     assert np.abs(y[..., :4] - turned.real)[:5].max() < 1e-4
     assert np.abs(y[..., 4:8] - turned.imag)[:5].max() < 1e-4
+
+
+@pytest.mark.parametrize("head_dim", [DIM, 24])
+def test_interleaved_pairs(head_dim: int) -> None:
+    """Neighbours turn together, as complex numbers do; evens come out before odds, the rest passes."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((len(POSITIONS), 2, head_dim)).astype(np.float32)
+    cos, sin = (jnp.asarray(a) for a in angles(make(), 5))
+    found = np.asarray(apply_rope(jnp.asarray(x), cos, sin, interleaved=True))
+    turn = np.exp(1j * POSITIONS[:, None] * np.asarray(base()))[:, None]
+    wanted = (x[..., :DIM:2] + 1j * x[..., 1:DIM:2]) * turn
+    half = DIM // 2
+    np.testing.assert_allclose(found[..., :half], wanted.real, atol=5e-3)
+    np.testing.assert_allclose(found[..., half:DIM], wanted.imag, atol=5e-3)
+    np.testing.assert_array_equal(found[..., DIM:], x[..., DIM:])

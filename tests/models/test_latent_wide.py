@@ -175,7 +175,8 @@ def test_sparse_attention_of_v32(layer: tuple[ModelConfig, dict[str, Any]]) -> N
 
 @pytest.mark.parametrize("case", ["wide_mla", "wide_dsa"])
 def test_recorded_layers(case: str) -> None:
-    """DeepSeek-V2-Lite's attention, and V3.2's with 24 tokens chosen, against PyTorch."""
+    """DeepSeek-V2-Lite's attention, and V3.2's with 24 tokens chosen, against PyTorch; decoding gives the
+    very bits of prefill."""
     raw, tensors, recording = load_case(case)
     config = ModelConfig.from_hf(raw | {"num_experts_per_tok": 1})  # of experts there are none
     params = load(config, tensors)
@@ -185,3 +186,7 @@ def test_recorded_layers(case: str) -> None:
     for size in (30, 11):
         driver.step([], [(sequence, size)])
     check(sequence, recording)
+    decode, single = Driver(config, params, 1, 0, sequences=1), Sequence(0, recording.prompt, 0)
+    for _ in range(30):
+        decode.step([single], [])
+    np.testing.assert_array_equal(np.stack(single.logits), np.stack(sequence.logits[:30]))
