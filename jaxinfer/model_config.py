@@ -69,6 +69,7 @@ class LayerConfig:
     Attributes:
         window: visible tokens including the query itself (0: all). rope: None for NoPE.
         mixer, ffn: None for the plain attention and the dense MLP that ModelConfig describes.
+        norms: (leaf, tensor, other names of it ...) of this layer's norms; empty: as Names.norms says.
         mixer_factors, ffn_factors: (a, b): the stream after the branch is a * its normed input + b * its
             output; None: the stream + its output.
     """
@@ -77,6 +78,7 @@ class LayerConfig:
     rope: RopeConfig | None
     mixer: MixerConfig | None = None
     ffn: FfnConfig | None = None
+    norms: tuple[tuple[str, ...], ...] = ()
     mixer_factors: tuple[float, float] | None = None
     ffn_factors: tuple[float, float] | None = None
 

@@ -1,4 +1,4 @@
-"""Decoders with delta-rule layers: Qwen3-Next, Qwen3.5 and Kimi Linear, and what their mixers need.
+"""Decoders with delta-rule layers: Qwen3-Next, Qwen3.5, Kimi Linear, Olmo Hybrid; and their mixers.
 
 Built from config.json in both vocabularies (layer_types, or intervals and lists of layers). Imports no
 JAX. Called by configs/__init__.py; models/delta.py computes the mixers.
@@ -23,7 +23,7 @@ from jaxinfer.configs.common import (
 )
 from jaxinfer.configs.dense import decoder, text_part
 from jaxinfer.configs.ffn import MoeConfig, each_expert
-from jaxinfer.configs.fields import layer_kinds, only, renamed, without
+from jaxinfer.configs.fields import inert, layer_kinds, only, renamed, without
 from jaxinfer.configs.latent import LatentConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import FfnConfig, LayerConfig, MixerConfig, ModelConfig
@@ -38,7 +38,9 @@ class DeltaConfig(MixerConfig):
     Attributes:
         key_heads, key_dim, heads, value_dim: heads of q and k, and of v (a multiple of key_heads).
         kernel: taps of the convolution.
-        layout: how the file joins the projections: "grouped" by key head, or "flat".
+        layout: how the file keeps the projections: joined and "grouped" by key head, joined in "flat" order,
+            or "single" tensors, in the words of plain attention.
+        span: beta is so much times a sigmoid. norm_eps: of the output norm; 0: the model's own.
     """
 
     key_heads: int
@@ -47,6 +49,8 @@ class DeltaConfig(MixerConfig):
     value_dim: int
     kernel: int
     layout: str
+    span: float = 1.0
+    norm_eps: float = 0.0
 
     @property
     def channels(self) -> int:
@@ -126,6 +130,29 @@ _KIMI = Architecture(
     ignored=(r"model\.mtp\..*",),
 )
 _ARCHITECTURES["KimiLinearForCausalLM"] = _KIMI
+_OLMO = Architecture(
+    "olmo_hybrid",
+    {
+        "max_position_embeddings": 65536,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+    },
+    norm="B",
+    placement="post",
+    qk_norm="full",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+)
+_ARCHITECTURES["OlmoHybridForCausalLM"] = _OLMO
+# Its delta layers norm what goes in, the others what comes out; tools that rewrite files swap names.
+_OLMO_NORMS = (
+    ("attn_norm", "attention_layer_norm", "input_layernorm"),
+    ("mlp_norm", "feedforward_layer_norm", "post_attention_layernorm"),
+)
+_OLMO_POST_NORMS = (
+    ("attn_post_norm", "post_attention_layernorm", "feedforward_layer_norm"),
+    ("mlp_post_norm", "post_feedforward_layernorm"),
+)
 # Kimi's words for what other classes of experts have too.
 _KIMI_WORDS = {
     "max_position_embeddings": "model_max_length",
@@ -141,6 +168,8 @@ MODEL_TYPES = {name: arch.model_type for name, arch in _ARCHITECTURES.items()}
 
 def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a class of MODEL_TYPES. Raises ConfigError naming the field and the value."""
+    if name.startswith("Olmo"):
+        return _olmo(name, raw)
     return _kimi(name, raw) if name.startswith("Kimi") else _qwen(name, raw)
 
 
@@ -172,6 +201,10 @@ def _delta_net(reader: Reader, layout: str) -> DeltaConfig:
         kernel=reader.integer("linear_conv_kernel_dim", low=2),
         layout=layout,
     )
+    return _checked_heads(mixer)
+
+
+def _checked_heads(mixer: DeltaConfig) -> DeltaConfig:
     if mixer.heads % mixer.key_heads:
         raise ConfigError(
             f"config.json: linear_num_key_heads={mixer.key_heads} must divide "
@@ -211,6 +244,41 @@ def _qwen_types(raw: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 def _checked(types: Any, count: int) -> list[str]:
     return layer_kinds("layer_types", types, count, {_LINEAR: _LINEAR, _FULL: _FULL})
+
+
+def _olmo(name: str, raw: Mapping[str, Any]) -> ModelConfig:
+    types, raw = _qwen_types(raw)
+    rope = raw.get("rope_parameters") or {}
+    turned = rope.get("rope_theta", raw.get("rope_theta", 1e4)) is not None
+    if not turned:
+        raw = without(raw, "rope_parameters", "rope_theta")
+    config, reader = decoder(name, _OLMO, raw)
+    heads = config.num_heads
+    keys = reader.integer("linear_num_key_heads", heads)
+    dim = reader.integer("linear_key_head_dim", int(0.75 * config.hidden_size / keys))
+    mixer = DeltaConfig(
+        key_heads=keys,
+        key_dim=dim,
+        heads=reader.integer("linear_num_value_heads", heads),
+        value_dim=reader.integer("linear_value_head_dim", 2 * dim),
+        kernel=reader.integer("linear_conv_kernel_dim", low=2),
+        layout="single",
+        span=2.0 if reader.flag("linear_allow_neg_eigval") else 1.0,
+        norm_eps=1e-5,
+    )
+    only(reader, "hidden_act", "silu")
+    inert(reader, "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max")
+    inert(reader, "linear_dt_init_floor")
+    reader.check_unread()
+    layers = (
+        replace(
+            layer,
+            rope=layer.rope if turned else None,
+            norms=_OLMO_NORMS if layer.mixer else _OLMO_POST_NORMS,
+        )
+        for layer in _mixed(config, types, _checked_heads(mixer), None)
+    )
+    return replace(config, layers=tuple(layers))
 
 
 def _kimi(name: str, raw: Mapping[str, Any]) -> ModelConfig:

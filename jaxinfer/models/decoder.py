@@ -37,6 +37,7 @@ from jaxinfer.model_config import (
 )
 from jaxinfer.models import attention, delta, latent, lightning, mlp, moe, shortconv, ssm
 from jaxinfer.models.parts import Cache, Ffn, Mixer, Pairs, Params, Tap, View, norm, pair
+from jaxinfer.params import WeightRule
 from jaxinfer.rope_config import RopeConfig
 
 # How each kind of configuration is computed; None is what ModelConfig itself describes.
@@ -105,11 +106,13 @@ def _layer_pairs(c: ModelConfig, index: int) -> Pairs:
         out |= MIXERS[type(layer.mixer)].pairs(c, layer, prefix)
     if not isinstance(layer.ffn, NoFfn):
         out |= FFNS[type(layer.ffn)].pairs(c, layer, prefix)
-    norms = dict(c.names.norms) or _NORMS[c.placement]
-    for name, source in norms.items():
+    norms = layer.norms or c.names.norms or tuple(_NORMS[c.placement].items())
+    for name, source, *others in norms:
         missing = NoMixer if name.startswith("attn") else NoFfn
         if not isinstance(layer.mixer, missing) and not isinstance(layer.ffn, missing):
-            out[name] = pair((c.hidden_size,), ("embed",), f"{prefix}{source}.weight")
+            rules = tuple(WeightRule((f"{prefix}{other}.weight",)) for other in others)
+            source = f"{prefix}{source}.weight"
+            out[name] = pair((c.hidden_size,), ("embed",), source, others=rules)
     return out
 
 

@@ -29,7 +29,9 @@ _L2_EPS = 1e-6
 _SOURCES = {
     "grouped": ("in_proj_qkvz", "in_proj_ba"),
     "flat": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "single": ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
 }
+_CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
 def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
@@ -39,13 +41,16 @@ def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     values = m.heads * m.value_dim
     width = m.channels + values + 2 * m.heads
     sources = [f"{at}{name}.weight" for name in _SOURCES[m.layout]]
+    single = m.layout == "single"
+    convs = [f"{at}{name}.weight" for name in (_CONVS if single else ("conv1d",))]
+    norm, out = ("o_norm", "o_proj") if single else ("norm", "out_proj")
     return {
         "in": pair((d, width), ("embed", "qkv"), *sources),
-        "conv": _squeezed((m.channels, m.kernel), f"{at}conv1d.weight"),
+        "conv": _squeezed((m.channels, m.kernel), *convs),
         "A_log": pair((m.heads,), ("heads",), f"{at}A_log", dtype="float32"),
         "dt_bias": pair((m.heads,), ("heads",), f"{at}dt_bias", dtype="float32"),
-        "delta_norm": pair((m.value_dim,), (None,), f"{at}norm.weight"),
-        "out": pair((values, d), ("heads", "embed"), f"{at}out_proj.weight"),
+        "delta_norm": pair((m.value_dim,), (None,), f"{at}{norm}.weight"),
+        "out": pair((values, d), ("heads", "embed"), f"{at}{out}.weight"),
     }
 
 
@@ -77,10 +82,10 @@ def apply(
     u, z, b, a = _projected(linear(h, weights["in"]), m)
     heads = (m.key_heads, m.key_dim, m.heads, m.value_dim)
     cache, q, k, v = _qkv(u, weights["conv"], cache, heads, view)
-    beta = alone(jax.nn.sigmoid, b.astype(jnp.float32))
+    beta = m.span * alone(jax.nn.sigmoid, b.astype(jnp.float32))
     g = decay(a.astype(jnp.float32), weights["dt_bias"], weights["A_log"])
     cache, out = _mixed((q, k, v, g, beta), cache, c, view, tap)
-    out = rms_norm(out.astype(h.dtype), weights["delta_norm"], c.norm_eps, "A")
+    out = rms_norm(out.astype(h.dtype), weights["delta_norm"], m.norm_eps or c.norm_eps, "A")
     gate = jax.nn.silu(z.reshape(out.shape).astype(jnp.float32))
     out = (out * gate).astype(h.dtype).reshape(len(h), -1)
     return cache, linear(out, weights["out"]), view.shared
@@ -89,7 +94,7 @@ def apply(
 def _projected(y: jax.Array, m: DeltaConfig) -> tuple[jax.Array, ...]:
     """u[T, C] (all q, all k, all v), z[T, Hv dv], b and a[T, Hv] of what `in` yields."""
     keys, values = m.key_heads * m.key_dim, m.heads * m.value_dim
-    if m.layout == "flat":
+    if m.layout != "grouped":
         cuts = [m.channels, m.channels + values, m.channels + values + m.heads]
         return tuple(jnp.split(y, cuts, axis=-1))
     # Each key head's q, k, and the v and z of its value heads; then each one's b and a.
@@ -109,7 +114,7 @@ def kda_pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     m, at, d = _kda(layer), prefix + c.names.attn, c.hidden_size
     wide = m.heads * m.head_dim
     first = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
-    convs = [f"{at}{x}_conv1d.weight" for x in "qkv"]
+    convs = [f"{at}{name}.weight" for name in _CONVS]
     low_rank = {
         name: pair((m.head_dim, wide), (None, "heads"), f"{at}{name}_b_proj.weight")
         for name in ("f", "g")

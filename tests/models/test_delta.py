@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and Kimi Linear: against PyTorch's recordings, full-width layers against float64
+"""Qwen3-Next, Qwen3.5, Kimi Linear, Olmo Hybrid: against PyTorch's recordings, full-width layers against float64
 recurrences written from the formulas, and exact replay to the bit.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tests.models.families import (
     write_case,
 )
 from tests.models.paged import BLOCK, PAGE, Driver, Sequence, load
+from tests.reference.families import prompt, tensor
 
 CASES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
 TOLERANCE = 5e-4
@@ -234,21 +235,39 @@ def delta_rule(
 
 def delta_net(x: np.ndarray, w: dict[str, np.ndarray], raw: dict[str, Any]) -> np.ndarray:
     """Qwen3-Next's Gated DeltaNet of x[T, D] in float64; models.md 4.15."""
-    keys, heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
-    dk, dv = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
-    count, ratio = len(x), heads // keys
+    keys, count = raw["linear_num_key_heads"], len(x)
+    dk, values = raw["linear_key_head_dim"], raw["linear_num_value_heads"] // keys
     qkvz = (x @ w["in_proj_qkvz.weight"].T).reshape(count, keys, -1)
     b, a = np.split((x @ w["in_proj_ba.weight"].T).reshape(count, keys, -1), 2, axis=-1)
-    cuts = [dk, 2 * dk, 2 * dk + ratio * dv]
-    q, k, v, z = (part.reshape(count, -1) for part in np.split(qkvz, cuts, axis=-1))
+    cuts = [dk, 2 * dk, 2 * dk + values * raw["linear_value_head_dim"]]
+    parts = (part.reshape(count, -1) for part in (*np.split(qkvz, cuts, axis=-1), b, a))
+    return gated_delta(parts, w, raw) @ w["out_proj.weight"].T
+
+
+def olmo_delta_net(x: np.ndarray, w: dict[str, np.ndarray], raw: dict[str, Any]) -> np.ndarray:
+    """Olmo Hybrid's: a tensor for each part, beta up to 2, and a norm with an epsilon of its own."""
+    parts = (x @ w[f"{name}_proj.weight"].T for name in "qkvgba")
+    renamed = {"norm.weight": w["o_norm.weight"]}
+    renamed["conv1d.weight"] = np.concatenate([w[f"{name}_conv1d.weight"] for name in "qkv"])
+    out = gated_delta(parts, w | renamed, raw | {"rms_norm_eps": 1e-5}, span=2.0)
+    return out @ w["o_proj.weight"].T
+
+
+def gated_delta(
+    parts: Iterable[np.ndarray], w: dict[str, np.ndarray], raw: dict[str, Any], span: float = 1.0
+) -> np.ndarray:
+    """What the output projection sees, of the projections q, k, v, z, b, a."""
+    q, k, v, z, b, a = parts
+    keys, heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    dk, dv, count = raw["linear_key_head_dim"], raw["linear_value_head_dim"], len(q)
     u = convolved(np.concatenate([q, k, v], axis=-1), w["conv1d.weight"])
     q, k = (part.reshape(count, keys, dk) for part in np.split(u[:, : 2 * keys * dk], 2, axis=-1))
-    q, k = (np.repeat(unit(part), ratio, axis=1) for part in (q, k))
+    q, k = (np.repeat(unit(part), heads // keys, axis=1) for part in (q, k))
     v = u[:, 2 * keys * dk :].reshape(count, heads, dv)
-    g = -np.exp(w["A_log"]) * np.log1p(np.exp(a.reshape(count, heads) + w["dt_bias"]))
-    out = delta_rule(q * dk**-0.5, k, v, g[..., None], sigmoid(b.reshape(count, heads)))
+    g = -np.exp(w["A_log"]) * np.log1p(np.exp(a + w["dt_bias"]))
+    out = delta_rule(q * dk**-0.5, k, v, g[..., None], span * sigmoid(b))
     out = rms(out, w["norm.weight"], raw["rms_norm_eps"]) * silu(z.reshape(out.shape))
-    return out.reshape(count, -1) @ w["out_proj.weight"].T
+    return out.reshape(count, -1)
 
 
 def kda(
@@ -313,3 +332,67 @@ def test_bounded_decay() -> None:
     driver.step([], [(Sequence(0, recording.prompt, 41), 41)])
     expected = kda(driver.taps["layers.0.attn_in"][:41].astype(np.float64), weights, raw, -5.0)
     assert np.abs(driver.taps["layers.0.attn_out"][:41] - expected).max() < 1e-5
+
+
+OLMO: dict[str, Any] = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_allow_neg_eigval": True,
+    "linear_dt_max": 0.1,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "vocab_size": 64,
+}
+
+
+_DELTA = {"q_proj": (64, 64), "k_proj": (64, 64), "v_proj": (128, 64), "g_proj": (128, 64)}
+_DELTA |= {"a_proj": (4, 64), "b_proj": (4, 64), "o_norm": (32,), "o_proj": (64, 128)}
+_DELTA |= {"q_conv1d": (64, 1, 4), "k_conv1d": (64, 1, 4), "v_conv1d": (128, 1, 4)}
+_PLAIN = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (64, 64))
+_PLAIN |= {"q_norm": (64,), "k_norm": (64,)}
+_MLP = {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
+OLMO_SHAPES: dict[str, tuple[int, ...]] = {
+    "lm_head.weight": (64, 64),
+    "model.embed_tokens.weight": (64, 64),
+    "model.norm.weight": (64,),
+    "model.layers.0.attention_layer_norm.weight": (64,),
+    "model.layers.0.feedforward_layer_norm.weight": (64,),
+    "model.layers.1.post_attention_layernorm.weight": (64,),
+    "model.layers.1.post_feedforward_layernorm.weight": (64,),
+    "model.layers.0.linear_attn.A_log": (4,),
+    "model.layers.0.linear_attn.dt_bias": (4,),
+    **{f"model.layers.0.linear_attn.{name}.weight": shape for name, shape in _DELTA.items()},
+    **{f"model.layers.1.self_attn.{name}.weight": shape for name, shape in _PLAIN.items()},
+    **{f"model.layers.{i}.mlp.{name}.weight": _MLP[name] for i in range(2) for name in _MLP},
+}
+
+
+def test_olmo_hybrid() -> None:
+    """Its delta layer in float64; norms before the branches of delta layers, after those of the others."""
+    config = ModelConfig.from_hf(OLMO)
+    assert config.ropes == () and ModelConfig.from_hf(OLMO | {"rope_parameters": None}).ropes
+    tensors = {name: tensor("olmo_hybrid", name, shape) for name, shape in OLMO_SHAPES.items()}
+    driver = Driver(config, load(config, tensors), 0, 3)
+    driver.step([], [(Sequence(0, prompt("olmo_hybrid", 41), 41), 41)])
+    seen = {name: value[:41].astype(np.float64) for name, value in driver.taps.items()}
+    wide = {name: value.astype(np.float64) for name, value in tensors.items()}
+    start = "model.layers.0.linear_attn."
+    part = {k.removeprefix(start): v for k, v in wide.items() if start in k}
+    expected = olmo_delta_net(seen["layers.0.attn_in"], part, OLMO)
+    np.testing.assert_allclose(seen["layers.0.attn_out"], expected, atol=2e-5)
+    weight = wide["model.layers.0.attention_layer_norm.weight"]
+    normed = rms(seen["embed"], weight, 1e-6)
+    np.testing.assert_allclose(seen["layers.0.attn_in"], normed, atol=1e-5)
+    np.testing.assert_array_equal(seen["layers.1.attn_in"], seen["layers.0.out"])
+    # What a norm yields has the norm's weight as its size.
+    weight = wide["model.layers.1.post_attention_layernorm.weight"]
+    size = np.sqrt(np.mean((seen["layers.1.attn_out"] / weight) ** 2, axis=-1))
+    np.testing.assert_allclose(size, 1.0, atol=1e-3)
