@@ -26,6 +26,7 @@ from jaxinfer.outputs import RequestState
 from jaxinfer.progress import Progress, console_progress
 from jaxinfer.scheduler.inspection import MAX_NODES, CacheView
 from jaxinfer.scheduler.sequence import Sequence, Update
+from jaxinfer.scheduler.stats import PoolLoad, pool_load
 from jaxinfer.types import FinishReason, Request, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,10 @@ class Engine:
         """Whether a prompt's breakpoints change anything: there are recurrent states, and they are kept."""
         kinds = self.core.scheduler.stats().kinds
         return self.cache_unit > 0 and any(kind.scope == Scope.STATE for kind in kinds)
+
+    def pool_load(self) -> PoolLoad:
+        """How full the cache is; safe to call from any thread."""
+        return pool_load(self.core.scheduler.stats().kinds, self.core.config.page_size)
 
     def silence(self) -> float:
         """Seconds since the engine thread last began a round; 0.0 while it has nothing to do."""

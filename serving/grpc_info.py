@@ -129,15 +129,15 @@ class Load:
     def _now(self) -> dict[str, Any]:
         engine = self._service.engine
         stats, config = engine.stats(), engine.core.config
-        pool = max(stats["kinds"], key=lambda kind: kind["protected"] / max(kind["total"], 1))
+        pool = engine.pool_load()
         queries = stats["prefix_queries"]
         return {
             "running": stats["running"],
             "waiting": stats["waiting"],
             "waiting_tokens": self._service.waiting()[1] if stats["waiting"] else 0,
-            "used": min(pool["protected"] * config.page_size, INT32_MAX),
-            "capacity": min(pool["total"] * config.page_size, INT32_MAX),
-            "usage": pool["protected"] / max(pool["total"], 1),
+            "used": min(pool.used, INT32_MAX),
+            "capacity": min(pool.total, INT32_MAX),
+            "usage": pool.usage,
             "rate": self._throughput(stats["tokens_sampled"]),
             "hit_rate": stats["prefix_hits"] / queries if queries else 0.0,
             "rows": config.rows,

@@ -15,7 +15,6 @@ from typing import Any
 
 from serving.calls import Record
 from serving.config import ServerConfig
-from serving.metrics import usage
 from serving.service import Phase, Service
 
 log = logging.getLogger("jaxinfer.requests")
@@ -146,14 +145,13 @@ class RequestLog:
 
     def _load_fields(self) -> dict[str, Any]:
         stats, seconds, fed, sampled = self._read_counters()
-        kinds = self._service.engine.core.scheduler.stats().kinds
         return {
             "running": stats["running"],
             "waiting": stats["waiting"],
             "in_flight": len(self._service.running),
             "computed_per_s": round(fed / seconds, 1),
             "sampled_per_s": round(sampled / seconds, 1),
-            "pages_used": round(usage(kinds), 4),
+            "pages_used": round(self._service.engine.pool_load().usage, 4),
             "prefix_hits": round(stats["prefix_hits"] / max(1, stats["prefix_queries"]), 4),
             "preemptions": stats["preemptions"],
         }

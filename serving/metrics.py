@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -21,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
+from jaxinfer.cache import Scope
 from jaxinfer.core import EngineCore, StepReport
 from jaxinfer.scheduler.stats import KindStats
 from serving.calls import Record
@@ -218,7 +218,8 @@ class Metrics:
         )
 
     def _engine_families(self, page: _Labels, core: EngineCore) -> Iterator[Metric]:
-        stats, kinds = self._service.engine.stats(), core.scheduler.stats().kinds
+        engine = self._service.engine
+        stats, usage, kinds = engine.stats(), engine.pool_load().usage, core.scheduler.stats().kinds
         for key, (name, help_) in ENGINE_COUNTERS.items():
             yield page.counter(name, help_, stats[key])
         padding = max(0, stats["token_slots"] - stats["tokens_fed"])
@@ -234,7 +235,7 @@ class Metrics:
             ("reason",),
             {("capacity",): stats["waiting"], ("deferred",): 0},
         )
-        yield page.gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1.", usage(kinds))
+        yield page.gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1.", usage)
         yield page.gauges(
             "vllm:engine_sleep_state",
             "1 for the state that the engine is in; it never sleeps.",
@@ -247,7 +248,8 @@ class Metrics:
             self._service.engine.silence(),
         )
         yield from self._cache_families(page, kinds)
-        yield _cache_config(core, kinds[0].total if kinds else 0)
+        paged = (kind.total for kind in kinds if kind.scope != Scope.STATE)
+        yield _cache_config(core, next(paged, 0))
 
     def _cache_families(self, page: _Labels, kinds: Sequence[KindStats]) -> Iterator[Metric]:
         yield page.gauges(
@@ -319,11 +321,6 @@ class _Labels:
             buckets.append((bound, float(seen)))
         family.add_metric(self._values, buckets, distribution.total)
         return family
-
-
-def usage(kinds: Iterable[Any]) -> float:
-    """Share of the pages that running sequences hold, of the fullest kind: 0 to 1."""
-    return max((kind.protected / kind.total for kind in kinds if kind.total), default=0.0)
 
 
 def _cache_config(core: EngineCore, blocks: int) -> Metric:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from jaxinfer.cache import PrefixTree
+from jaxinfer.cache import PrefixTree, Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,26 @@ def kind_stats(tree: PrefixTree) -> tuple[KindStats, ...]:
         )
         for kind, (spec, pool) in enumerate(zip(tree.specs, tree.pools, strict=True))
     )
+
+
+class PoolLoad(NamedTuple):
+    """How full the pools are. used, total: tokens of the fullest paged kind, 0 if there is none; usage: share of
+    its pages, or of a STATE kind's slots, that running sequences hold, of the fullest kind of all."""
+
+    used: int
+    total: int
+    usage: float
+
+
+def pool_load(kinds: Sequence[KindStats], page_size: int) -> PoolLoad:
+    """What gateways ask for: one number for all pools."""
+
+    def share(kind: KindStats) -> float:
+        return kind.protected / max(kind.total, 1)
+
+    paged = max((k for k in kinds if k.scope != Scope.STATE), key=share, default=None)
+    used, total = (paged.protected, paged.total) if paged else (0, 0)
+    return PoolLoad(used * page_size, total * page_size, max(map(share, kinds), default=0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,7 @@ async def loads(request: Request) -> Response:
     service = _service(request)
     engine, entries = service.engine, []
     if request.query_params.get("dp_rank", "0") in ("0", ""):
-        stats, page, rows = engine.stats(), engine.core.config.page_size, engine.core.config.rows
-        pool = max(stats["kinds"], key=lambda kind: kind["protected"] / max(kind["total"], 1))
+        stats, rows, pool = engine.stats(), engine.core.config.rows, engine.pool_load()
         running, waiting = stats["running"], stats["waiting"]
         entries.append(
             {
@@ -96,9 +95,9 @@ async def loads(request: Request) -> Response:
                 "num_waiting_reqs": waiting,
                 "num_waiting_uncached_tokens": service.waiting()[1] if waiting else 0,
                 "num_total_reqs": running + waiting,
-                "num_used_tokens": pool["protected"] * page,
-                "max_total_num_tokens": pool["total"] * page,
-                "token_usage": pool["protected"] / max(pool["total"], 1),
+                "num_used_tokens": pool.used,
+                "max_total_num_tokens": pool.total,
+                "token_usage": pool.usage,
                 "cache_hit_rate": stats["prefix_hits"] / max(stats["prefix_queries"], 1),
                 "utilization": running / rows,
                 "max_running_requests": rows,

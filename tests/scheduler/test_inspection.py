@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxinfer.scheduler.stats import KindStats, pool_load
 from tests.scheduler.null_model import FULL, Runner, request, state, window
 
 SECRET = 991
@@ -56,3 +57,16 @@ def test_a_path_keeps_the_deepest_states(most: int, depths: list[int]):
     view = runner.scheduler.inspect(100)
     assert [node.depth for node in view.tree if node.states] == depths
     assert view.kinds[1].thinned == 5 - len(depths) and view.max_states_per_path == most
+
+
+def test_one_number_for_all_pools():
+    """Tokens are those of the fullest pages; the share may be that of slots."""
+
+    def kind(scope: str, protected: int, total: int) -> KindStats:
+        return KindStats(scope, scope, total, total - protected, 0, protected, 0, 0, 0, 0, 0, 0)
+
+    slots, full, windowed = kind("state", 3, 4), kind("token", 6, 40), kind("window", 6, 10)
+    assert pool_load((slots, full, windowed), 4) == (24, 40, 0.75)
+    assert pool_load((full, slots), 4) == (24, 160, 0.75)
+    assert pool_load((full,), 4) == (24, 160, 0.15)
+    assert pool_load((slots,), 4) == (0, 0, 0.75) and pool_load((), 4) == (0, 0, 0.0)

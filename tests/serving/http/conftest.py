@@ -1,9 +1,12 @@
-"""Fixtures of the HTTP tests: a client of the shared server, and a server with parsers."""
+"""Fixtures of the HTTP tests: a client of the shared server, servers with parsers, a browser."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +15,12 @@ from jaxinfer.engine import Engine
 from serving.config import ServerConfig
 from tests.serving.http.dialect_support import chain_engine, start_calling
 from tests.serving.live import LiveServer
+
+BROWSER = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -47,3 +56,28 @@ def calling_server(chain: Callable[..., Path]) -> Iterator[LiveServer]:
     yield live
     live.close()
     engine.close()
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Iterator[Any]:
+    """`browse(url)`: the page's DOM after five seconds in headless Chromium."""
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
+    )
+    if program is None:
+        pytest.fail("tests of the status page need Chromium on PATH")
+
+    def dump(url: str) -> str:
+        done = subprocess.run(
+            [program, *BROWSER, f"--user-data-dir={tmp_path / 'profile'}", url],
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "Content Security Policy" not in done.stderr, (
+            "it stopped something of the page's own"
+        )
+        return done.stdout
+
+    yield dump

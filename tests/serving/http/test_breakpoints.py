@@ -264,6 +264,9 @@ def test_states_are_told_everywhere(recurrent: LiveServer) -> None:
     assert completed(recurrent, tokens) == 0 and completed(recurrent, tokens) == 128
     recurrent.settle()
     get = httpx.Client(base_url=recurrent.url).get
+    (load,) = get("/v1/loads").json()["loads"]
+    assert (load["max_total_num_tokens"], load["num_used_tokens"]) == (64 * PAGE, 0)
+    assert 'num_gpu_blocks="64"' in get("/metrics").text
     assert get("/v1/models").json()["data"][0]["cache_unit_tokens"] == 64
     cache = get("/debug/cache", params={"limit": 10_000}).json()
     (name,) = (kind["name"] for kind in cache["kinds"] if kind["scope"] == "state")
@@ -279,3 +282,13 @@ def test_states_are_told_everywhere(recurrent: LiveServer) -> None:
     states = [run["states"] for space in data["tree"] for run in space["runs"]]
     assert [64, 128] in [[s for s in run if s in (64, 128)] for run in states]
     assert (data["checkpoint_policy"], data["unit_tokens"]) == ("align", 64)
+
+
+@pytest.mark.clients
+def test_a_browser_marks_states(recurrent: LiveServer, browse: Any) -> None:
+    completed(recurrent, prompt(130))
+    dom = browse(f"{recurrent.url}/status")
+    assert 'class="state" x=' in dom and "states at 64, 128" in dom
+    assert "state, slots of 16.5 KiB" in dom and "cut hits short by" in dom
+    assert '<span id="tree-states"><i class="state">' in dom and "Checkpoint policy" in dom
+    assert "prefixes shared in units of 64" in dom

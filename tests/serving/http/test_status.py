@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
-import subprocess
 from base64 import b64encode
-from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,11 +27,6 @@ from tests.serving.http.wire import refusal
 from tests.serving.live import LiveServer
 
 SECRET = "my diary says hello"
-BROWSER = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom",
-)  # fmt: skip
 
 
 def complete(url: str, prompt: Any, **more: Any) -> dict[str, Any]:
@@ -261,31 +252,6 @@ def test_with_keys_the_page_is_open_and_the_data_is_not():
 
 
 # --- in a browser -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def browse(tmp_path: Path) -> Iterator[Any]:
-    """`browse(url)`: the page's DOM after five seconds in headless Chromium."""
-    program = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
-    )
-    if program is None:
-        pytest.fail("tests of the status page need Chromium on PATH")
-
-    def dump(url: str) -> str:
-        done = subprocess.run(
-            [program, *BROWSER, f"--user-data-dir={tmp_path / 'profile'}", url],
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert "Content Security Policy" not in done.stderr, (
-            "it stopped something of the page's own"
-        )
-        return done.stdout
-
-    yield dump
 
 
 @pytest.mark.clients
