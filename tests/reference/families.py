@@ -218,15 +218,8 @@ _V2 = _MLA | _EXPERTS
 _V2 |= {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 _V2 |= {"routed_scaling_factor": 1.5}
 _V2 |= {"rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
-_add(
-    "deepseek_v2",
-    "DeepseekV2",
-    _V2,
-    q_lora_rank=None,
-    topk_method="group_limited_greedy",
-    n_group=4,
-    topk_group=2,
-)
+_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+_add("deepseek_v2", "DeepseekV2", _V2, _GROUPS, q_lora_rank=None)
 _add("deepseek_v2_greedy", "DeepseekV2", _V2, _ONE_GROUP, kind="deepseek_v2", topk_method="greedy")
 _V3 = _MLA | _V3_MOE | {"rope_parameters": _YARN}
 _add("deepseek_v3", "DeepseekV3", _V3, num_nextn_predict_layers=1)
