@@ -103,6 +103,8 @@ class MoeConfig(FfnConfig):
         router_name: tensor of the router after the layer's prefix, without `.weight` and `.bias`.
         correction_name: the router's correction bias, full name after the layer's prefix.
         up, down: how the two projections are stored; several: any of them, a file has one of the forms.
+        latent: width of the experts' inputs and outputs where projections stand around them, else 0; the
+            names of the two follow, after the layer's prefix and without `.weight`.
         shared: the shared MLP. shared_gate: name (without `.weight`) of what gates it by a sigmoid, or "".
     """
 
@@ -115,6 +117,8 @@ class MoeConfig(FfnConfig):
     interleaved: bool = False
     router_name: str = "mlp.gate"
     correction_name: str = "mlp.gate.e_score_correction_bias"
+    latent: int = 0
+    latent_names: tuple[str, str] = ("", "")
     shared: MlpConfig | None = None
     shared_gate: str = ""
 

@@ -110,6 +110,7 @@ def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     arch = _ARCHITECTURES[name]
     config, reader = _READERS[arch.model_type](name, arch, raw)
     inert(reader, "num_logits_to_keep")
+    initial_time_steps(reader)
     read_training(reader)
     reader.check_unread()
     return config
@@ -237,7 +238,7 @@ def _nemotron(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mo
     inert(reader, "time_step_limit", "expand", "mamba_ssm_cache_dtype")
     inert(reader, "rescale_prenorm_residual", "use_mamba_kernels", "mamba_proj_bias")
     only(reader, "mamba_hidden_act", "silu")
-    initial_time_steps(reader)
+    only(reader, "norm_eps", config.norm_eps)  # some files repeat layer_norm_epsilon so
     mixer = ssm(reader, _NEMOTRON, "mixer.", (reader.number("time_step_min", None), math.inf))
     act = Activation(config.activation, gated=False)
     dense = MlpConfig(
@@ -248,7 +249,7 @@ def _nemotron(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mo
         "attention": LayerConfig(0, None, None, NoFfn()),
         "mlp": LayerConfig(0, None, NoMixer(), dense),
     }
-    moe = _nemotron_moe(reader, act)
+    moe = _nemotron_moe(reader, act, config.mlp_bias)
     if "moe" in types:
         made["moe"] = LayerConfig(0, None, NoMixer(), moe)
     config = replace(
@@ -260,13 +261,17 @@ def _nemotron(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mo
     return config, reader
 
 
-def _nemotron_moe(reader: Reader, act: Activation) -> MoeConfig:
+def _nemotron_moe(reader: Reader, act: Activation, bias: bool) -> MoeConfig:
     """The experts' part, with the class's defaults where the file has no experts."""
     drafts = reader.integer("num_nextn_predict_layers", 0, low=0)
     if drafts:
         log.info("config.json: %d layers for speculation are left out", drafts)
     inert(reader, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
-    only(reader, "moe_latent_size", None)
+    latent = reader.integer("moe_latent_size", 0, low=0)
+    if latent and bias:
+        raise ConfigError(
+            f"config.json: mlp_bias=true is not supported with moe_latent_size={latent}"
+        )
     only(reader, "n_shared_experts", 1)
     router = RouterConfig(
         experts=reader.integer("n_routed_experts", 8),
@@ -290,8 +295,10 @@ def _nemotron_moe(reader: Reader, act: Activation) -> MoeConfig:
         (down,),
         router_name="mixer.gate",
         correction_name="mixer.gate.e_score_correction_bias",
+        latent=latent,
+        latent_names=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
         shared=MlpConfig(
-            shared, act, ("mixer.shared_experts.up_proj",), "mixer.shared_experts.down_proj"
+            shared, act, ("mixer.shared_experts.up_proj",), "mixer.shared_experts.down_proj", bias
         ),
     )
 

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.scale import rounded
 
 
 def time_steps(dt: jax.Array, bias: jax.Array, limits: tuple[float, float]) -> jax.Array:
     """f32[T, H] softplus(dt + bias) between `limits` of dt[T, H] and bias f32[H]."""
-    heads = dt.shape[1]
-    # Whole vectors of a CPU, so that no head is computed by other instructions for some numbers of tokens.
-    dt = jnp.pad(dt.astype(jnp.float32) + bias, ((0, 0), (0, -heads % 16)))
-    return jnp.clip(jax.nn.softplus(dt), *limits)[:, :heads]
+    steps = alone(jax.nn.softplus, dt.astype(jnp.float32) + bias)
+    return jnp.clip(steps, *limits)
 
 
 def skip(o: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:

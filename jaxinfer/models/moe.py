@@ -25,17 +25,18 @@ _SHARED = "shared_"
 
 def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     """router [D, E], expert_up [E, D, 2F] ([E, D, F] where nothing gates), expert_down [E, F, D], their biases,
-    correction f32[E]; shared_gate_up, shared_down as of an MLP, and shared_gate [D, 1]."""
+    correction f32[E]; shared_gate_up, shared_down as of an MLP, and shared_gate [D, 1]. Where the experts have a
+    latent width L instead of D, latent_in [D, L] and latent_out [L, D]."""
     moe, d = _config(layer), c.hidden_size
     router = moe.router
     e, exact = router.experts, "float32" if router.exact else None
-    inner = moe.width * (1 + moe.activation.gated)
+    inner, own = moe.width * (1 + moe.activation.gated), moe.latent or d
     name = prefix + moe.router_name
     out = {
         "router": pair((d, e), ("embed", None), f"{name}.weight", dtype=exact),
-        "expert_up": _expert_pair((e, d, inner), ("expert", "embed", "mlp"), moe.up, prefix),
+        "expert_up": _expert_pair((e, own, inner), ("expert", "embed", "mlp"), moe.up, prefix),
         "expert_down": _expert_pair(
-            (e, moe.width, d), ("expert", "mlp", "embed"), moe.down, prefix
+            (e, moe.width, own), ("expert", "mlp", "embed"), moe.down, prefix
         ),
     }
     if router.bias:
@@ -43,9 +44,13 @@ def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     if router.correction:
         correction = prefix + moe.correction_name
         out["correction"] = pair((e,), (None,), correction, dtype="float32")
-    for leaf, width, source in zip(("up", "down"), (inner, d), moe.bias, strict=False):
+    for leaf, width, source in zip(("up", "down"), (inner, own), moe.bias, strict=False):
         axes = ("expert", "mlp" if leaf == "up" else "embed")
         out[f"expert_{leaf}_bias"] = pair((e, width), axes, prefix + source, transpose=False)
+    if moe.latent:
+        names = [f"{prefix}{name}.weight" for name in moe.latent_names]
+        out["latent_in"] = pair((d, own), ("embed", None), names[0])
+        out["latent_out"] = pair((own, d), (None, "embed"), names[1])
     if moe.shared is not None:
         shared = pairs_of(moe.shared, d, prefix)
         out |= {_SHARED + leaf: value for leaf, value in shared.items()}
@@ -85,13 +90,14 @@ def apply(
     experts, shares = route(h, weights["router"], bias, correction, moe.router)
     experts, shares = tap("router_experts", experts), tap("router_weights", shares)
     out = mix_experts(
-        h,
+        linear(h, weights["latent_in"]) if moe.latent else h,
         experts,
         shares,
         _part(weights, "expert_"),
         moe.activation,
         interleaved=moe.interleaved,
     )
+    out = linear(out, weights["latent_out"]) if moe.latent else out
     if moe.shared is None:
         return out
     shared = output_of(moe.shared, h, _part(weights, _SHARED))

@@ -133,7 +133,8 @@ REFUSED = [
     ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function"),
     ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers"),
     ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp=False"),
-    ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size=16"),
+    ("nemotron_h", {"moe_latent_size": 16, "mlp_bias": True}, "moe_latent_size=16"),
+    ("nemotron_h", {"norm_eps": 1e-6}, "norm_eps=1e-06 must be 1e-05"),
     ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern"),
     ("nemotron_h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act='relu'"),
 ]
