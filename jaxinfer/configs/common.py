@@ -77,8 +77,8 @@ def qwen_experts(
     reader: Reader, activation: str, *, renormalize: bool | None = None, width: int | None = None
 ) -> MoeConfig:
     """Experts of Qwen's classes: num_experts (or num_local_experts), norm_topk_prob (unless `renormalize`
-    says it), moe_intermediate_size (unless `width` does), a shared expert behind a gate where there is shared_expert_intermediate_size. Files may hold
-    one tensor an expert or all of them in one."""
+    says it), moe_intermediate_size (unless `width` does), a shared expert behind a gate where there is
+    shared_expert_intermediate_size. Files may hold one tensor an expert or all of them in one."""
     act = Activation(activation)
     if renormalize is None:
         renormalize = reader.flag("norm_topk_prob")
