@@ -248,8 +248,6 @@ class PrefixTree(Ledger):
         """At most `limit` nodes, those near the roots first; visits no more than these."""
         return views(self._roots.values(), self.specs, self.pools, self.page_size, limit)
 
-    top = inspect
-
     # -- eviction ------------------------------------------------------------------------------
 
     def evict(self, kind: int, count: int) -> None:
