@@ -95,11 +95,23 @@ def test_experts() -> None:
         "num_key_value_heads": 2,
         "vocab_size": 32,
     }
-    small |= {"num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 96}
+    small |= {
+        "routed_scaling_factor": 1.5,
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+    }
     config = ModelConfig.from_hf(LFM2_MOE | small)
-    driver = Driver(config, truth.random_params(config), 1, 2, sequences=2)
+    params = truth.random_params(config)
+    driver = Driver(config, params, 1, 2, sequences=2)
     whole, single = (Sequence(i, list(range(3, 20)), 0) for i in range(2))
     driver.step([], [(whole, 17)])
+    x = driver.taps["layers.2.out"] + driver.taps["layers.3.attn_out"].astype(np.float64)
+    weights = params["layers"][3]
+    h = truth.rms(x, config.norm_eps) * np.asarray(weights["mlp_norm"], np.float64)
+    assert isinstance(config.layers[3].ffn, MoeConfig)
+    expected = truth.experts(h[1:18], weights, config.layers[3].ffn)
+    np.testing.assert_allclose(driver.taps["layers.3.mlp_out"][1:18], expected, atol=2e-5)
     while single.done < 17:
         driver.step([single], [])
     np.testing.assert_array_equal(np.stack(single.logits), np.stack(whole.logits))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.configs.ffn import MoeConfig
 from jaxinfer.configs.ssm import ParallelConfig, SsmConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import ModelConfig
@@ -21,6 +22,7 @@ from jaxinfer.weights.tensors import open_safetensors
 from tests.models import truth
 from tests.models.cuts import check_every_cut, check_exact_replay, model, published, written
 from tests.models.families import load_config, write_case
+from tests.models.paged import Driver, Sequence
 
 CASES = ("mamba2", "bamba", "granitemoehybrid", "granitemoehybrid_dense", "nemotron_h")
 CASES += ("falcon_h1", "falcon_h1_gate_first", "falcon_h1_plain")
@@ -117,6 +119,21 @@ def test_wide_falcon_h1() -> None:
     expected = 0.6 * truth.mamba2(1.25 * h, weights, mixer.ssm, eps)
     expected += 0.8 * truth.attention(0.9 * h, weights, config)
     assert np.abs(out - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def test_experts_of_a_latent_width() -> None:
+    """moe_latent_size: the router and the shared expert read the layer's input, the experts a projection."""
+    config = written("nemotron_h", moe_latent_size=24)
+    moe = config.layers[1].ffn
+    assert isinstance(moe, MoeConfig) and moe.latent == 24
+    params = truth.random_params(config)
+    driver, sequence = Driver(config, params, 1, 1, sequences=1), Sequence(0, list(range(3, 19)), 0)
+    driver.step([], [(sequence, 16)])
+    weights = params["layers"][1]
+    x = driver.taps["layers.0.out"][1:].astype(np.float64)
+    h = truth.rms(x, config.norm_eps) * np.asarray(weights["mlp_norm"], np.float64)
+    expected = truth.experts(h, weights, moe)
+    np.testing.assert_allclose(driver.taps["layers.1.mlp_out"][1:], expected, atol=2e-5)
 
 
 REFUSED = [

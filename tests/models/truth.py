@@ -1,4 +1,4 @@
-"""State spaces, lightning attention, short convolutions and plain attention of one layer in float64, token
+"""State spaces, lightning attention, short convolutions, attention and experts of one layer in float64, token
 by token, written from the formulas; and a way to run the engine's layer on random weights.
 
 `w` are a layer's leaves ([in, out]); `h` [T, D] is the layer's normed input.
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.configs.ffn import MoeConfig
 from jaxinfer.configs.ssm import SsmConfig
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
@@ -35,8 +36,8 @@ def random_params(config: ModelConfig, seed: int = 0) -> Weights:
             value = rng.uniform(-4.6, -0.4, spec.shape)
         elif "norm" in name or name == "skip":
             value = 1 + 0.3 * value
-        elif len(spec.shape) == 2:
-            value *= np.float32(spec.shape[0] ** -0.5)
+        elif len(spec.shape) > 1 and name != "conv":
+            value *= np.float32(spec.shape[-2] ** -0.5)
         return jnp.asarray(value, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, get_family(config).param_specs(config))
@@ -156,3 +157,28 @@ def short_conv(h: np.ndarray, w: Weights) -> np.ndarray:
     b, c, x = np.split(times(h, w["in"]) + bias(w, "in"), 3, axis=1)
     y = convolved(b * x, w["conv"]) + bias(w, "conv")
     return times(c * y, w["out"]) + bias(w, "out")
+
+
+def experts(h: np.ndarray, w: Weights, moe: MoeConfig) -> np.ndarray:
+    """out [T, D] of experts chosen by sigmoid + correction, with relu2 or a silu gate, in one group."""
+    router, w = moe.router, {k: np.asarray(v, np.float64) for k, v in w.items()}
+
+    def act(x: np.ndarray) -> np.ndarray:
+        if not moe.activation.gated:
+            return np.maximum(x, 0) ** 2
+        gate, up = np.split(x, 2, axis=-1)
+        return silu(gate) * up
+
+    scores = 1 / (1 + np.exp(-times(h, w["router"])))
+    chosen = np.argsort(-(scores + w["correction"]), axis=1)[:, : router.chosen]
+    shares = np.take_along_axis(scores, chosen, 1)
+    shares = shares / (shares.sum(1, keepdims=True) + router.epsilon) * router.scale
+    x = times(h, w["latent_in"]) if moe.latent else np.asarray(h, np.float64)
+    out = np.zeros_like(x)
+    for t in range(len(x)):
+        for e, share in zip(chosen[t], shares[t], strict=True):
+            out[t] += share * (act(x[t] @ w["expert_up"][e]) @ w["expert_down"][e])
+    out = times(out, w["latent_out"]) if moe.latent else out
+    if moe.shared is not None:
+        out = out + times(act(times(h, w["shared_gate_up"])), w["shared_down"])
+    return out
