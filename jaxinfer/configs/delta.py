@@ -127,7 +127,6 @@ _KIMI = Architecture(
         "routed_scaling_factor": 2.446,
         "n_shared_experts": 1,
     },
-    ignored=(r"model\.mtp\..*",),
 )
 _ARCHITECTURES["KimiLinearForCausalLM"] = _KIMI
 _OLMO = Architecture(
