@@ -1,0 +1,88 @@
+"""replay="exact": the scores of prompt and output are bitwise the same for any split of a prompt, any hit,
+any neighbours and after any preemption, in whichever form the recurrent layers decay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM
+from jaxinfer.cache import Scope
+from tests.engine.traffic import Answer, Family, Job, alone, assert_same, job, random_jobs, serve
+
+# Resumed at every second page, mostly inside a canonical block of 64.
+SHAPE: dict[str, Any] = {
+    "replay": "exact",
+    "page_size": 8,
+    "checkpoint_interval": 16,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 312,
+    "num_pages": 40,
+    "num_states": 9,
+}
+# A decay for each head with and without the delta rule, one for each channel, and a constant one.
+QUICK = ("qwen3_next", "mamba2", "kimi_linear")
+OTHERS = ("minimax", "qwen3_5", "falcon_h1", "bamba", "nemotron_h", "lfm2", "granitemoehybrid")
+
+
+@pytest.fixture(
+    scope="module", params=[*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in OTHERS)]
+)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(tmp_path_factory.mktemp("exact"), request.param, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def cold(family: Family) -> LLM:
+    return family.engine(enable_prefix_caching=False, overlap=False)
+
+
+@pytest.fixture(scope="module")
+def jobs(cold: LLM) -> list[Job]:
+    return random_jobs(cold, seed=2, count=10)
+
+
+@pytest.fixture(scope="module")
+def truth(cold: LLM, jobs: list[Job]) -> dict[str, Answer]:
+    return alone(cold, jobs)
+
+
+@pytest.mark.parametrize("threshold", [0, 7, 50])
+def test_any_split_any_hit_any_neighbour(
+    family: Family, jobs: list[Job], truth: dict[str, Answer], threshold: int
+) -> None:
+    llm = family.engine(long_prefill_threshold=threshold, overlap=threshold != 7)
+    answers = {}
+    for turn in range(2):
+        answers = serve(llm, jobs, seed=turn)
+        assert_same(answers, truth)
+    hits = {answer.cached for answer in answers.values()}
+    assert any(hit % 64 for hit in hits), hits
+    assert llm.core.stats()["preemptions"] > 0 or not family.has(Scope.TOKEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [100, 256])
+def test_any_budget(family: Family, jobs: list[Job], truth: dict[str, Answer], budget: int) -> None:
+    llm = family.engine(max_num_batched_tokens=budget, max_num_seqs=3)
+    for turn in range(2):
+        assert_same(serve(llm, jobs, seed=turn), truth)
+
+
+def test_every_resume_gives_the_scores_of_the_whole(family: Family, cold: LLM) -> None:
+    """A prompt that shares more and more of a cached one, up to all of it."""
+    prompt = family.recording.long_prompt
+    cuts = range(17, len(prompt) + 1, 19)
+    jobs = [job(cold, f"{cut}", [*prompt[:cut], 1, 2, 3], max_tokens=3) for cut in cuts]
+    truth = alone(cold, jobs)
+    llm = family.engine()
+    serve(llm, [job(llm, "whole", prompt, max_tokens=1)])
+    hits = set()
+    for one in jobs:
+        answers = serve(llm, [one])
+        assert_same(answers, truth)
+        hits |= {answer.cached for answer in answers.values()}
+    assert len(hits) > 3 and any(hit % 64 for hit in hits), hits
