@@ -110,15 +110,8 @@ def _add(case: str, name: str, *parts: dict[str, Any], kind: str = "", **fields:
 
 
 # Experts over grouped-query attention.
-_add(
-    "mixtral",
-    "Mixtral",
-    _WIDE,
-    num_hidden_layers=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    sliding_window=None,
-)
+_TWO = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
+_add("mixtral", "Mixtral", _WIDE, _TWO, num_local_experts=4, sliding_window=None)
 _add(
     "qwen3_moe",
     "Qwen3Moe",
@@ -175,15 +168,7 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.7,
     "logits_scaling": 2.0,
 }
-_add(
-    "olmoe",
-    "Olmoe",
-    _GQA,
-    num_experts=8,
-    num_experts_per_tok=2,
-    norm_topk_prob=False,
-    num_hidden_layers=2,
-)
+_add("olmoe", "Olmoe", _GQA, _TWO, num_experts=8, norm_topk_prob=False)
 _add(
     "dots1",
     "Dots1",
@@ -203,15 +188,7 @@ _add(
     num_hidden_layers=2,
     rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
 )
-_add(
-    "granitemoe",
-    "GraniteMoe",
-    _GQA,
-    _MULTIPLIERS,
-    num_hidden_layers=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-)
+_add("granitemoe", "GraniteMoe", _GQA, _MULTIPLIERS, _TWO, num_local_experts=4)
 
 # Latent attention, with and without an indexer.
 _V2 = _MLA | _EXPERTS
