@@ -47,13 +47,14 @@ def initial_time_steps(reader: Reader) -> None:
     inert(reader, "time_step_min", "time_step_max", "time_step_floor", "time_step_rank")
 
 
-def layer_kinds(field: str, given: Any, count: int, known: Mapping[str, str]) -> list[str]:
+def layer_kinds(field: str, given: Any, count: int, known: Mapping[Any, str]) -> list[str]:
     """known[...] of each entry of the list `given`, the value of `field`; it must have `count`."""
-    if not isinstance(given, list) or len(given) != count or any(x not in known for x in given):
+    kinds = given if isinstance(given, list) else []
+    if len(kinds) != count or not all(isinstance(x, (str, int)) and x in known for x in kinds):
         raise ConfigError(
-            f"config.json: {field}={given!r:.80} must hold {count} of {', '.join(known)}"
+            f"config.json: {field}={given!r:.80} must hold {count} of {', '.join(map(str, known))}"
         )
-    return [known[x] for x in given]
+    return [known[x] for x in kinds]
 
 
 def layer_numbers(reader: Reader, field: str, count: int) -> list[int] | None:

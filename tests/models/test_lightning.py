@@ -4,15 +4,18 @@ both vocabularies of config.json, what is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jaxinfer.configs.lightning import LightningConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
 from tests.models import truth
 from tests.models.cuts import check_every_cut, check_exact_replay, model, published, written
-from tests.models.families import load_case
+from tests.models.families import load_case, load_config
 
 
 def test_logits() -> None:
@@ -26,6 +29,37 @@ def test_exact_replay_is_bitwise() -> None:
 def test_published_config_is_the_same_model() -> None:
     assert published("minimax") == written("minimax")
     assert written("minimax", layer_types=None) == written("minimax")  # every second one
+
+
+def test_first_published_words() -> None:
+    """MiniMax-Text-01's file before transformers had the class: other names, half of a head turns."""
+    raw = load_config("minimax")
+    old = {
+        k: v
+        for k, v in raw.items()
+        if "factor" not in k and k not in ("layer_types", "rope_parameters")
+    }
+    old |= {"architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01"}
+    old |= {
+        "attn_type_list": [1, 0, 1, 0],
+        "rope_theta": 10000.0,
+        "rotary_dim": 8,
+        "postnorm": True,
+    }
+    old |= {"shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"}
+    for place, (alpha, beta) in {
+        "full_attention": (1.3, 0.9),
+        "linear_attention": (1.2, 0.8),
+    }.items():
+        old |= {f"layernorm_{place}_alpha": alpha, f"layernorm_{place}_beta": beta}
+    old |= {"layernorm_mlp_alpha": 1.1, "layernorm_mlp_beta": 0.7}
+    config, known = ModelConfig.from_hf(old), written("minimax")
+    assert [rope.dims for rope in config.ropes] == [8] and known.ropes[0].dims == 16
+    layers = [replace(layer, rope=layer.rope and known.ropes[0]) for layer in config.layers]
+    same = replace(config, layers=tuple(layers), architecture=known.architecture)
+    assert same == known
+    m1 = ModelConfig.from_hf(old | {"architectures": ["MiniMaxM1ForCausalLM"]})
+    assert m1.layers == config.layers
 
 
 def test_slopes_come_from_the_formula() -> None:
@@ -62,10 +96,12 @@ def test_wide_layer() -> None:
 
 REFUSED = [
     ({"layer_types": ["full_attention"]}, "layer_types"),
-    ({"rotary_dim": 8}, "rotary_dim=8"),
+    ({"rotary_dim": 5}, "partial_rotary_factor=0.3125"),
+    ({"attn_type_list": [1, 0, 1, 2]}, "attn_type_list"),
+    ({"postnorm": False}, "postnorm=False"),
     ({"num_experts_per_tok": 5}, "5 experts a token"),
     ({"mlp_alpha_factor": "1"}, "mlp_alpha_factor"),
-    ({"shared_intermediate_size": 64, "shared_moe_mode": "sigmoid"}, "shared_moe_mode"),
+    ({"shared_intermediate_size": 64}, "shared_intermediate_size"),
 ]
 
 
