@@ -37,8 +37,8 @@ class EngineConfig:
         policy: order of the waiting queue: "fcfs", "priority" or "lpm" (longest cached prefix first).
         enable_prefix_caching: reuse pages of common prefixes.
         num_states: slots for recurrent states, slot 0 included; None sizes them from the same memory.
-        checkpoint_policy: where recurrent states are kept for reuse. "align": at multiples of the interval (the
-            last one in each prompt chunk, and each one that a decoding sequence passes) and at branch points;
+        checkpoint_policy: where recurrent states are kept for reuse. "align": at multiples of the interval, in
+            prompts and in what is generated, and at branch points;
             "branch": only where a prompt parts from a known one; "second-hit": at the last multiple of the interval
             that a former prompt had too; "declared": at the request's breakpoints, which all but "none" also keep.
         checkpoint_interval: tokens between two states that are kept, rounded up to whole pages.

@@ -16,7 +16,9 @@ class Checkpoints:
     def __init__(self, config: EngineConfig, states: bool) -> None:
         self.page = config.page_size
         self.interval = config.checkpoint_grid
+        self.stride = -(-config.block // self.interval) * self.interval
         self.policy = config.checkpoint_policy
+        self.most = config.max_states_per_path
         self.active = states and config.enable_prefix_caching and self.policy != "none"
 
     def inside(self, sequence: Sequence, start: int, end: int) -> list[int]:
@@ -33,10 +35,19 @@ class Checkpoints:
         if self.policy in ("align", "branch"):
             wanted.append(sequence.branch)
         if self.policy == "align":
-            wanted.append(end // self.interval * self.interval)
+            wanted += self._grid(start, end)
         if self.policy == "second-hit":
             wanted.append(sequence.branch // self.interval * self.interval)
         return sorted({p for p in wanted if start < p <= end})
+
+    def _grid(self, start: int, end: int) -> list[int]:
+        """Multiples of the interval in (start, end]: the last ones, if a path may not keep them all.
+
+        At most one a query block, and the last one: each cuts its block short.
+        """
+        first = (start // self.stride + 1) * self.stride
+        grid = [*range(first, end + 1, self.stride), end // self.interval * self.interval]
+        return grid[-self.most :]  # most 0: all of them
 
     def at_decode(self, sequence: Sequence, position: int) -> bool:
         """Whether a decoding sequence keeps its state at `position`, a multiple of the page size."""

@@ -44,6 +44,26 @@ def test_hits_follow_the_grid(length):
     assert run(runner, "longer", [*prompt, 999]) == (length - 1) // 4 * 4
 
 
+@pytest.mark.parametrize(("shared", "hit"), [(31, 0), (32, 32), (33, 32), (64, 64), (100, 96)])
+def test_prompts_that_part_early_share_whole_intervals(shared, hit):
+    """R-HYB-04, where the first prompt goes on: what both have, in units of the interval."""
+    runner = hybrid(checkpoint_interval=32)
+    prompt = list(range(150))
+    run(runner, "first", prompt)
+    assert run(runner, "other", [*prompt[:shared], *range(300, 320)]) == hit
+
+
+def test_a_path_keeps_its_last_states():
+    """Six intervals, room for three; the branch point stays where others part from it."""
+    runner = hybrid(checkpoint_interval=32, max_states_per_path=3)
+    prompt = list(range(200))
+    run(runner, "first", prompt)
+    assert runner.scheduler.stats().kinds[1].cached == 3
+    assert run(runner, "early", [*prompt[:70], 7]) == 0
+    assert run(runner, "again", [*prompt[:70], 8]) == 68
+    assert run(runner, "late", prompt) == 192
+
+
 def test_a_hit_ends_at_a_checkpoint_however_many_pages_are_there():
     """R-HYB-01: pages alone never make a hit, and dropping a state shortens it."""
     runner = hybrid(checkpoint_interval=32)
