@@ -153,13 +153,14 @@ def _bamba(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Model
 
 def _granite(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[ModelConfig, Reader]:
     field = "layers_block_type" if "layers_block_type" in raw else "layer_types"
+    turns = raw.get("position_embedding_type") == "rope"
+    arch = replace(arch, partial_rope=not turns)  # what nothing uses may say anything
     config, reader = decoder(name, arch, without(raw, field))
     usual = ["mamba"] * config.num_layers
     types = layer_kinds(field, raw.get(field) or usual, config.num_layers, _KINDS)
     mixer = _mamba(reader, _expanded(reader, config))
     only(reader, "position_embedding_type", None, "nope", "rope")
     only(reader, "normalization_function", "rmsnorm")
-    turns = reader.get("position_embedding_type") == "rope"
     ffn = _granite_ffn(reader, config)
     layers = []
     for layer, kind in zip(config.layers, types, strict=True):

@@ -60,6 +60,8 @@ def test_published_config_is_the_same_model() -> None:
     assert listed == written("lfm2") == written("lfm2", layer_types=None)
     assert written("lfm2", block_auto_adjust_ff_dim=False).intermediate_size == 96
     assert written("lfm2", block_ffn_dim_multiplier=1.6).intermediate_size == 128
+    published_sizes = {"intermediate_size": 12288, "block_multiple_of": 256}  # LFM2 1.2B
+    assert written("lfm2", **published_sizes).intermediate_size == 8192
 
 
 def test_slots_hold_inputs_alone() -> None:

@@ -20,9 +20,16 @@ from jaxinfer.models.registry import get_family
 from jaxinfer.weights.loader import load_params
 from jaxinfer.weights.tensors import open_safetensors
 from tests.models import truth
-from tests.models.cuts import check_every_cut, check_exact_replay, model, published, written
-from tests.models.families import load_config, write_case
-from tests.models.paged import Driver, Sequence
+from tests.models.cuts import (
+    check_every_cut,
+    check_exact_replay,
+    error,
+    model,
+    published,
+    written,
+)
+from tests.models.families import load_case, load_config, write_case
+from tests.models.paged import Driver, Sequence, load
 
 CASES = ("mamba2", "bamba", "granitemoehybrid", "granitemoehybrid_dense", "nemotron_h")
 CASES += ("falcon_h1", "falcon_h1_gate_first", "falcon_h1_plain")
@@ -90,6 +97,18 @@ def test_biases_are_where_the_file_says() -> None:
     h, out = truth.run_layer(config, params, 12)
     expected = truth.mamba2(h, params["layers"][0], mixer, config.norm_eps)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["wide_mamba2", "wide_short_conv", "wide_lightning"])
+def test_wide_recordings(case: str) -> None:
+    """Granite 4's mixer of 48 heads and one group, LFM2's of 2048 channels, MiniMax's of 64 heads."""
+    raw, tensors, recording = load_case(case)
+    config = ModelConfig.from_hf(raw)
+    prompt, driver = recording.long_prompt, Driver(config, load(config, tensors), 1, 3, sequences=1)
+    sequence = Sequence(0, prompt, 0)
+    for size in (20, 1, 1, 30, 1):
+        driver.step([sequence] if size == 1 else [], [(sequence, size)] if size > 1 else [])
+    assert error(sequence.logits, recording) < TOLERANCE
 
 
 def test_wide_mamba2() -> None:
