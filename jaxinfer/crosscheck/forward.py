@@ -65,8 +65,8 @@ def _plan(ids: list[int], shape: StepShape, layout: RecordLayout) -> StepPlan:
     record[0, RowField.SLOT], record[0, RowField.LENGTH] = 1, count
     # The reference feeds all tokens in one pass, so this length fixes its length-dependent rope.
     record[0, RowField.ROPE_LENGTH], record[0, RowField.BLOCKS] = count, used
-    for kind, ids in enumerate(layout.tables):
-        record[0, layout.table_slice(kind)] = np.arange(1, ids + 1)
+    for kind, width in enumerate(layout.tables):
+        record[0, layout.table_slice(kind)] = np.arange(1, width + 1)
     starts = np.arange(used) * BLOCK
     # Nothing reads a state after these tokens, so no block keeps one.
     kept = [0 * starts for _ in layout.states]
@@ -89,7 +89,7 @@ def _run(
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     last_token = jnp.zeros((2,), jnp.int32)
     view = unpack(buffer, last_token, shape, model.layout, model.specs, model.page_size)
-    counts = tuple(1 + ids for ids in model.layout.tables)
+    counts = tuple(1 + width for width in model.layout.tables)
     shapes = cache_shapes(model.specs, counts, model.page_size, model.config.num_layers)
     caches = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     seen: dict[str, jax.Array] = {}

@@ -24,7 +24,8 @@ from jaxinfer.step.pack import pack_step
 from serving.cli import main
 from tests.crosscheck.conftest import replay
 from tests.crosscheck.record import LAYERS, MAX_TOKENS
-from tests.reference import cases
+from tests.models.families import write_case as write_family
+from tests.reference import cases, families
 
 ENGINE = ["--max-num-batched-tokens", "32", "--max-num-seqs", "2", "--page-size", "16"]
 
@@ -233,3 +234,18 @@ def test_live_on_architectures(
     assert report["reference"]["model_class"] == cases.CASES[case]["architectures"][0]
     assert report["first_diverging_layer"] is None
     assert len(report["layers"]) == cases.CASES[case]["num_hidden_layers"] + 2
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", ["deepseek_v32", "falcon_h1", "gpt_oss", "qwen3_next"])
+def test_live_on_families(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, reference_python: Path, case: str
+) -> None:
+    """Latent and sparse attention, states beside attention, sinks, experts: prompts longer than a chunk."""
+    prompts = tmp_path / "prompts.json"
+    tokens = families.prompt(case, 90)
+    prompts.write_text(json.dumps([{"prompt_token_ids": tokens[:n]} for n in (1, 17, 90)]))
+    more = ("--reference-python", str(reference_python), "--max-tokens", "8")
+    code, report = run(capsys, write_family(tmp_path / case, case), prompts, *more)
+    assert code == 0, report
+    assert report["first_diverging_layer"] is None
