@@ -4,10 +4,12 @@ any neighbours and after any preemption, in whichever form the recurrent layers 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import pallas_kernels
 from jaxinfer import LLM
 from jaxinfer.cache import Scope
 from tests.engine.traffic import Answer, Family, Job, alone, assert_same, job, random_jobs, serve
@@ -19,8 +21,8 @@ SHAPE: dict[str, Any] = {
     "checkpoint_interval": 16,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 64,
-    "max_model_len": 312,
-    "num_pages": 40,
+    "max_model_len": 224,
+    "num_pages": 29,
     "num_states": 9,
 }
 # A decay for each head with and without the delta rule, one for each channel, and a constant one.
@@ -41,8 +43,11 @@ def cold(family: Family) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def jobs(cold: LLM) -> list[Job]:
-    return random_jobs(cold, seed=2, count=10)
+def jobs(family: Family, cold: LLM) -> list[Job]:
+    """The first two outgrow the pool together."""
+    prompt = family.recording.long_prompt
+    pair = [job(cold, f"{i}", prompt[i : 90 + i], max_tokens=60) for i in range(2)]
+    return pair + random_jobs(cold, seed=2, count=8)
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +91,34 @@ def test_every_resume_gives_the_scores_of_the_whole(family: Family, cold: LLM) -
         assert_same(answers, truth)
         hits |= {answer.cached for answer in answers.values()}
     assert len(hits) > 3 and any(hit % 64 for hit in hits), hits
+
+
+@pytest.fixture(
+    params=["mamba2", *(pytest.param(c, marks=pytest.mark.slow) for c in QUICK if c != "mamba2")]
+)
+def by_reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Family]:
+    """One row at a time on the plain definitions of the ops."""
+    before = pallas_kernels.get_impl()
+    pallas_kernels.set_impl("reference")
+    yield Family(tmp_path_factory.mktemp("exact"), request.param, **(SHAPE | {"max_num_seqs": 1}))
+    pallas_kernels.set_impl(before)
+
+
+def test_the_reference_ops_replay_as_exactly(by_reference: Family) -> None:
+    """XLA's matmuls round by the number of rows; at equal numbers no split and no hit shows."""
+    cold = by_reference.engine(enable_prefix_caching=False, overlap=False)
+    prompt = by_reference.recording.long_prompt
+    jobs = [
+        job(cold, f"{cut} {scored}", [*prompt[:cut], 1, 2], max_tokens=5, prompt_logprobs=scored)
+        for cut in (30, 63, 97, 133)
+        for scored in (None, 20)
+    ]
+    truth = alone(cold, jobs)
+    for threshold in (0, 7, 50):
+        llm = by_reference.engine(long_prefill_threshold=threshold)
+        serve(llm, [job(llm, "whole", prompt, max_tokens=1)])
+        answers = serve(llm, jobs)
+        assert_same(answers, truth)
+        assert any(answer.cached % 64 for answer in answers.values())
