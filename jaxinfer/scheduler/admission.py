@@ -94,8 +94,7 @@ class Admission:
         need = pages.missing(sequence.held, len(sequence.tokens) + 1)
         fits = alone or all(n <= m for n, m in zip(need, self._spare(reserve), strict=True))
         self._refused = None if fits else (sequence, spare)
-        whole = sequence.covers(budget.chunk(len(sequence.tokens) - hit))
-        chunk = claim_chunk(sequence, budget, pages) if fits and (whole or may_be_cut) else None
+        chunk = claim_chunk(sequence, budget, pages, whole=not may_be_cut) if fits else None
         if chunk is None:
             pages.tree.release(sequence.held)
             sequence.scheduled = 0

@@ -46,8 +46,8 @@ class Checkpoints:
         At most one a query block, and the last one: each cuts its block short.
         """
         first = (start // self.stride + 1) * self.stride
-        grid = [*range(first, end + 1, self.stride), end // self.interval * self.interval]
-        return grid[-self.most :]  # most 0: all of them
+        grid = {*range(first, end + 1, self.stride), end // self.interval * self.interval}
+        return sorted(grid)[-self.most :]  # most 0: all of them
 
     def at_decode(self, sequence: Sequence, position: int) -> bool:
         """Whether a decoding sequence keeps its state at `position`, a multiple of the page size."""

@@ -134,14 +134,15 @@ class Pages:
         sequence.branch = match.known if match.known > match.length else 0
         return self.tree.lock(match)
 
-    def keep_states(self, sequence: Sequence, start: int, end: int) -> dict[int, tuple[int, ...]]:
-        """Reserve the checkpoints of the chunk [start, end): position -> slot of each STATE kind.
+    def keep_states(self, held: Held, positions: Seq[int]) -> dict[int, tuple[int, ...]]:
+        """Reserve checkpoints at `positions`, at each of which a block of the step must end: position -> slot
+        of each STATE kind.
 
         As far as there are slots: without one a state is not kept, and nothing waits for it.
         """
         kept: dict[int, tuple[int, ...]] = {}
-        for position in self.checkpoints.inside(sequence, start, end):
-            slots = self.tree.reserve_checkpoint(sequence.held, position)
+        for position in positions:
+            slots = self.tree.reserve_checkpoint(held, position)
             if slots is not None:
                 kept[position] = slots
         return kept

@@ -28,22 +28,26 @@ class Chunk(NamedTuple):
     blocks: list[Block]
 
 
-def claim_chunk(sequence: Sequence, budget: Budget, pages: Pages) -> Chunk | None:
-    """Hold the pages and slots of a prompt's next chunk, as far as budget and pages go; None if there are none."""
+def claim_chunk(
+    sequence: Sequence, budget: Budget, pages: Pages, whole: bool = False
+) -> Chunk | None:
+    """Hold the pages and slots of a prompt's next chunk, as far as budget and pages go; None if there are none.
+
+    whole: None, too, if that is not all of the prompt. It may have taken working slots even then.
+    """
     start, held = sequence.scheduled, sequence.held
     wanted = budget.chunk(len(sequence.tokens) - start)
     end = min(start + wanted, pages.reach(held))
     if end <= start or not pages.tree.open_states(held):
         return None
-    spans = cut_blocks(
-        start, end, pages.checkpoints.inside(sequence, start, end), budget.block, pages.aligned
-    )
-    spans = spans[: budget.blocks]
+    cuts = pages.checkpoints.inside(sequence, start, end)
+    # Cuts make more blocks than the tokens alone: the budget may hold the first ones only.
+    spans = cut_blocks(start, end, cuts, budget.block, pages.aligned)[: budget.blocks]
     end = sum(spans[-1])
-    if not pages.extend(held, end):
+    if (whole and not sequence.covers(end - start)) or not pages.extend(held, end):
         return None
     budget.spend(end - start, len(spans))
-    kept = pages.keep_states(sequence, start, end)
+    kept = pages.keep_states(held, [cut for cut in cuts if cut <= end])
     working = tuple(held.pages[kind][0] for kind in pages.tree.state_kinds)
     nowhere = (0,) * len(working)
     blocks = [(begin, size, kept.get(begin + size, nowhere)) for begin, size in spans]

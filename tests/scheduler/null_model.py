@@ -95,6 +95,9 @@ class NullModel:
         self.states: dict[tuple[int, int], tuple[int, int]] = {}  # (kind, slot) -> (position, hash)
         self._writes: dict[tuple[int, int], tuple[int, int]] = {}
         self._users: dict[tuple[int, int], Sequence] = {}  # who reads or writes a slot in this step
+        self.written: dict[
+            tuple[int, int], int
+        ] = {}  # (kind, slot) -> number of the last step that wrote it
         self.last_token = [0] * (config.rows + 1)
         self.slots: dict[int, Slot] = {}
         self.truths: dict[str, Truth] = {}
@@ -140,6 +143,7 @@ class NullModel:
             blocks = [b for b in plan.blocks.tolist() if b[0] == index]
             self._go_on(record, sequence, [(b[1] + b[2], b[3:]) for b in blocks])
         self.states |= self._writes
+        self.written |= dict.fromkeys(self._writes, self.steps)
         self._writes, self._users = {}, {}
         return StepOutput(tokens)
 
@@ -325,6 +329,24 @@ class Runner:
             self.collect()
         if self.check:
             self.scheduler.check()
+            self.check_tree()
+
+    def check_tree(self) -> None:
+        """What the tree gives out is what the tokens that lead there left, and its steps are committed."""
+        model, committed = self.model, self.model.steps - len(self.inflight)
+        nodes = [(root, 0, 0) for root in self.scheduler._pages.tree._roots.values()]
+        while nodes:
+            node, position, chain = nodes.pop()
+            for token in node.key if node.parent else ():
+                position, chain = position + 1, mix(chain, token)
+            for kind, page in enumerate(node.pages):
+                if page and kind in model.kinds:
+                    assert model.states[kind, page] == (position, chain), "a wrong state was kept"
+                    assert model.written[kind, page] <= committed, "a state was kept too early"
+                elif page:
+                    last = model.entries[kind][page, model.size - 1]
+                    assert last == (position - 1, chain), "a wrong page was kept"
+            nodes += [(child, position, chain) for child in node.children.values()]
 
     def drain(self, rounds: int = 20000) -> None:
         """Run until idle."""

@@ -103,6 +103,7 @@ def test_random_operations(overlap, setting):
         elif runner.inflight:
             runner.collect()
         runner.scheduler.check()
+        runner.check_tree()
     kinds = runner.scheduler.stats().kinds
     assert runner.scheduler.stats().preemptions > 0 or all(k.scope == "state" for k in kinds)
     caching = options.get("checkpoint_policy") != "none"

@@ -103,6 +103,35 @@ def test_declared_breakpoints_are_kept_under_every_policy_but_none():
         assert run(runner, "then", [*range(30), 7, 7, 7]) == (0 if policy == "none" else 28)
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3, 16])
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_only_states_that_a_block_ends_at_are_kept(most, blocks):
+    """Breakpoints cut a chunk into more blocks than the budget has, so that it ends early, off the grid."""
+    runner = Runner(
+        HYBRID,
+        (300, 60),
+        1024,
+        max_num_batched_tokens=32 * blocks,
+        checkpoint_interval=16,
+        max_states_per_path=most,
+    )
+    prompt = [7 * i % 500 for i in range(520)]
+    for i in range(4, 44, 4):
+        run(runner, f"r{i}", [i, *prompt], breakpoints=(i, 2 * i + 4, 3 * i + 9))
+
+
+def test_a_prompt_that_breakpoints_cut_is_partial():
+    """It would fit the tokens that are left, but not the blocks; one other prompt is partial already."""
+    options = {"max_num_batched_tokens": 96, "long_prefill_threshold": 20}
+    runner = hybrid(max_partial_prefills=1, checkpoint_interval=256, **options)
+    runner.add(request("long", [1] * 60, 1))
+    other = runner.add(request("other", [2] * 20, 1, breakpoints=(4, 8)))
+    runner.round()
+    assert len(runner.scheduler._running.prefilling()) == 1 and not other.running
+    runner.drain()
+    assert len(runner.outputs) == 2
+
+
 def test_siblings_fork_where_the_prompt_ends():
     """n > 1 shares pages and reads one state: at most a page of the prompt is computed again."""
     runner = hybrid(checkpoint_interval=256)
