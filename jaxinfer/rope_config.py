@@ -122,11 +122,14 @@ def _yarn(name: str, raw: Mapping[str, Any], rope: RopeConfig, max_position: int
     factor = raw.get("factor")
     factor = max_position / original if factor is None else _number(name, "factor", factor)
     scale = raw.get("attention_factor")
-    mscale, all_dim = raw.get("mscale"), raw.get("mscale_all_dim")
-    if scale is None and mscale and all_dim:
+    mscale, all_dim = (_number(name, k, raw.get(k) or 1.0) for k in ("mscale", "mscale_all_dim"))
+    if scale is None and raw.get("mscale") and raw.get("mscale_all_dim"):
         scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
     elif scale is None:
         scale = _yarn_scale(factor, 1.0)
+
+    if rope.theta <= 1:
+        raise ConfigError(f"{name}.rope_theta={rope.theta} must be above 1 for rope_type 'yarn'")
 
     def turns(n: float) -> float:
         """The dim whose angle makes `n` turns over the original length."""

@@ -20,6 +20,7 @@ from jaxinfer.configs.ffn import (
     each_expert,
     shared_mlp,
 )
+from jaxinfer.configs.fields import inert, layer_kinds, only
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import FfnConfig, ModelConfig
 
@@ -43,8 +44,7 @@ def with_ffns(config: ModelConfig, ffns: Sequence[FfnConfig | None]) -> ModelCon
 
 def read_training(reader: Reader) -> None:
     """Take note of fields of classes with experts that say nothing about the forward pass."""
-    for name in _TRAINING:
-        reader.get(name)
+    inert(reader, *_TRAINING)
 
 
 def read_experts(reader: Reader, *names: str, default: int | None = None) -> int:
@@ -63,12 +63,13 @@ def check_router(router: RouterConfig) -> RouterConfig:
     )
     if experts % groups or not kept <= groups or chosen > experts // groups * kept:
         raise ConfigError(
-            f"config.json: {chosen} experts a token of {experts} in {groups} groups, {kept} of them kept, "
-            "cannot be chosen: groups must divide the experts, and those kept must hold enough"
+            f"config.json: num_experts_per_tok={chosen} of {experts} experts in n_group={groups} groups, "
+            f"topk_group={kept} of them kept, cannot be chosen: groups must divide the experts, and those "
+            "kept must hold enough"
         )
     if router.group_pairs and kept < groups and experts // groups < 2:
         raise ConfigError(
-            f"config.json: {groups} groups of {experts} experts must hold at least two experts each"
+            f"config.json: n_group={groups} groups of {experts} experts must hold at least two experts each"
         )
     return router
 
@@ -120,7 +121,10 @@ def deepseek_experts(
     V3 and its many relatives; shared experts are one MLP of n_shared_experts times the width."""
     act, width = Activation(activation), reader.integer("moe_intermediate_size")
     router = _softmax_router(reader) if softmax else _sigmoid_router(reader)
-    _check_method(reader, "softmax" if softmax else "sigmoid")
+    # Choices that the class does not make; dots.llm1 says noaux_tc twice.
+    only(reader, "scoring_func", *(("softmax",) if softmax else ("sigmoid", "noaux_tc")))
+    only(reader, "topk_method", *(("greedy", "group_limited_greedy") if softmax else ("noaux_tc",)))
+    only(reader, "moe_layer_freq", 1)
     up, down = each_expert(block, *GATED)
     moe = MoeConfig(
         check_router(router),
@@ -171,31 +175,14 @@ def _softmax_router(reader: Reader) -> RouterConfig:
     )
 
 
-def _check_method(reader: Reader, score: str) -> None:
-    """Refuse choices that the class does not make."""
-    methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}[score]
-    scores = {"softmax": (score,), "sigmoid": (score, "noaux_tc")}[score]  # dots.llm1 says it twice
-    allowed = {"scoring_func": scores, "topk_method": methods, "moe_layer_freq": (1,)}
-    for name, values in allowed.items():
-        value = reader.get(name)
-        if value is not None and value not in values:
-            expected = " or ".join(map(repr, values))
-            raise ConfigError(
-                f"config.json: {name}={value!r:.80} must be {expected} for this architecture"
-            )
-
-
 def sparse_layers(reader: Reader, layers: int, *, first: int = 0) -> list[bool]:
     """Which layers have experts: mlp_layer_types, or all from first_k_dense_replace (default `first`) on."""
     dense = reader.integer("first_k_dense_replace", first, low=0)
     types = reader.typed("mlp_layer_types", list)
     if types is None:
         return [i >= dense for i in range(layers)]
-    if len(types) != layers or any(t not in ("dense", "sparse") for t in types):
-        raise ConfigError(
-            f"config.json: mlp_layer_types={types!r:.80} must hold {layers} of 'dense', 'sparse'"
-        )
-    return [t == "sparse" for t in types]
+    known = {"dense": "dense", "sparse": "sparse"}
+    return [t == "sparse" for t in layer_kinds("mlp_layer_types", types, layers, known)]
 
 
 def ignore_mtp(reader: Reader, config: ModelConfig) -> ModelConfig:

@@ -24,7 +24,7 @@ from jaxinfer.configs.common import (
 from jaxinfer.configs.dense import decoder, text_part
 from jaxinfer.configs.ffn import MoeConfig, each_expert
 from jaxinfer.configs.fields import inert, layer_kinds, only, renamed, without
-from jaxinfer.configs.latent import LatentConfig
+from jaxinfer.configs.latent import dense_mixer
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import FfnConfig, LayerConfig, MixerConfig, ModelConfig
 
@@ -247,7 +247,7 @@ def _checked(types: Any, count: int) -> list[str]:
 
 def _olmo(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     types, raw = _qwen_types(raw)
-    rope = raw.get("rope_parameters") or {}
+    rope = Reader(raw, {}).typed("rope_parameters", dict) or {}
     turned = rope.get("rope_theta", raw.get("rope_theta", 1e4)) is not None
     if not turned:
         raw = without(raw, "rope_parameters", "rope_theta")
@@ -290,16 +290,8 @@ def _kimi(name: str, raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=reader.integer("linear_head_dim"),
         kernel=reader.integer("linear_conv_kernel_dim", low=2),
     )
-    full = LatentConfig(
-        q_rank=0 if reader.get("q_lora_rank") is None else reader.integer("q_lora_rank"),
-        rank=reader.integer("kv_lora_rank"),
-        nope=reader.integer("qk_nope_head_dim"),
-        rope=reader.integer("qk_rope_head_dim"),
-        value=reader.integer("v_head_dim"),
-        interleaved=False,
-    )
+    full = dense_mixer(reader, interleaved=False)
     head_dim = full.nope + full.rope
-    only(reader, "qk_head_dim", head_dim)
     only(reader, "hidden_act", "silu")
     only(reader, "mla_use_nope", True)
     only(reader, "use_grouped_topk", True)
@@ -333,7 +325,9 @@ def _kimi_types(raw: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     lists = {_LINEAR: "kda_layers", _FULL: "full_attn_layers"}
     numbers = {kind: inner.typed(field, list) or [] for kind, field in lists.items()}
     inner.check_unread()
-    if sorted(n for part in numbers.values() for n in part) != list(range(1, count + 1)):
+    named = [n for part in numbers.values() for n in part]
+    whole = all(isinstance(n, int) for n in named)
+    if not whole or sorted(named) != list(range(1, count + 1)):
         raise ConfigError(
             f"config.json: linear_attn_config.kda_layers={numbers[_LINEAR]!r:.80} and "
             f"full_attn_layers={numbers[_FULL]!r:.80} must name each layer from 1 to {count} once"

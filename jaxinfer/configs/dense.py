@@ -82,10 +82,11 @@ def decoder(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mode
 
 
 def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """text_config of a composite model; its dtype may stand outside."""
+    """text_config of a composite model; its dtype and its quantization may stand outside."""
     text = dict(Reader(raw, {}).typed("text_config", dict) or {})
     inner = text.pop("dtype", None) or text.pop("torch_dtype", None)
-    return text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
+    outer = {"quantization_config": raw.get("quantization_config")}
+    return outer | text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
 
 
 def _head_dim(reader: Reader, hidden: int, heads: int) -> int:
@@ -284,14 +285,7 @@ def _scales(reader: Reader, arch: Architecture, hidden: int, head_dim: int) -> d
         out["residual_scale"] = reader.number("residual_multiplier", 1.0)
         out["logits_scale"] = 1.0 / reader.number("logits_scaling", 1.0)
     if "llama_4_scaling_beta" in arch.fields:
-        rope = reader.get("rope_parameters") or {}
-        beta, length = (
-            rope.get(key) for key in ("llama_4_scaling_beta", "original_max_position_embeddings")
-        )
-        if not isinstance(beta, (int, float)) or not isinstance(length, int):
-            raise ConfigError(
-                f"config.json: rope_parameters.llama_4_scaling_beta={beta!r} and "
-                f"original_max_position_embeddings={length!r} must be numbers"
-            )
-        out["query_growth"] = (float(beta), length)
+        rope = Reader(reader.get("rope_parameters") or {}, {})
+        beta = rope.number("llama_4_scaling_beta", None)
+        out["query_growth"] = (beta, rope.integer("original_max_position_embeddings"))
     return out

@@ -224,7 +224,7 @@ def _falcon(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mode
 
 
 def _nemotron(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[ModelConfig, Reader]:
-    pattern = raw.get("hybrid_override_pattern")
+    pattern = Reader(raw, {}).typed("hybrid_override_pattern", str)
     if pattern is not None:
         field, given, known = "hybrid_override_pattern", list(pattern), _BLOCKS
     else:
@@ -237,7 +237,8 @@ def _nemotron(name: str, arch: Architecture, raw: Mapping[str, Any]) -> tuple[Mo
     config, reader = decoder(name, arch, rest | {"num_hidden_layers": count})
     # The class clamps dt to (time_step_min, infinity), whatever time_step_limit says.
     inert(reader, "time_step_limit", "expand", "mamba_ssm_cache_dtype")
-    inert(reader, "rescale_prenorm_residual", "use_mamba_kernels", "mamba_proj_bias")
+    inert(reader, "rescale_prenorm_residual", "mamba_proj_bias")
+    only(reader, "num_query_groups", config.num_kv_heads)  # some files repeat it so
     only(reader, "mamba_hidden_act", "silu")
     only(reader, "norm_eps", config.norm_eps)  # some files repeat layer_norm_epsilon so
     mixer = ssm(reader, _NEMOTRON, "mixer.", (reader.number("time_step_min", None), math.inf))

@@ -17,6 +17,7 @@ from jaxinfer.config_reader import Reader
 from jaxinfer.configs.common import deepseek_experts, ignore_mtp, sparse_layers, with_ffns
 from jaxinfer.configs.dense import decoder, text_part
 from jaxinfer.configs.ffn import MoeConfig, Stored
+from jaxinfer.configs.fields import inert, only
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import MixerConfig, ModelConfig, Names
 
@@ -112,9 +113,10 @@ def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
 
 def _plain(raw: dict[str, Any], arch: Architecture) -> dict[str, Any]:
     """The file without what latent attention says otherwise than plain attention does."""
-    rope_dim = Reader(raw, {}).integer("qk_rope_head_dim")
-    types = raw.pop("layer_types", None)
-    if types is not None and set(types) != {"indexed_attention"}:
+    reader = Reader(raw, {})
+    rope_dim, types = reader.integer("qk_rope_head_dim"), reader.typed("layer_types", list)
+    raw.pop("layer_types", None)
+    if types is not None and any(kind != "indexed_attention" for kind in types):
         raise ConfigError(f"config.json: layer_types={types!r:.80} must all be indexed_attention")
     # head_dim is that of rope here, whatever the file means by it.
     raw["head_dim"] = rope_dim
@@ -126,19 +128,9 @@ def _plain(raw: dict[str, Any], arch: Architecture) -> dict[str, Any]:
 
 
 def _mixers(reader: Reader, kind: str, layers: int) -> list[LatentConfig]:
-    mixer = LatentConfig(
-        q_rank=0 if reader.get("q_lora_rank") is None else reader.integer("q_lora_rank"),
-        rank=reader.integer("kv_lora_rank"),
-        nope=reader.integer("qk_nope_head_dim"),
-        rope=reader.integer("qk_rope_head_dim"),
-        value=reader.integer("v_head_dim"),
-        interleaved=kind in (*_SPARSE, "deepseek_v2") or reader.flag("rope_interleave", True),
-    )
-    if reader.integer("qk_head_dim", mixer.nope + mixer.rope) != mixer.nope + mixer.rope:
-        raise ConfigError(
-            f"config.json: qk_head_dim={reader.get('qk_head_dim')} must be qk_nope_head_dim + "
-            f"qk_rope_head_dim = {mixer.nope + mixer.rope}"
-        )
+    mixer = dense_mixer(reader, interleaved=reader.flag("rope_interleave", True))
+    if kind in (*_SPARSE, "deepseek_v2"):
+        only(reader, "rope_interleave", True)
     if kind not in _SPARSE:
         return [mixer] * layers
     if not mixer.q_rank:
@@ -152,9 +144,24 @@ def _mixers(reader: Reader, kind: str, layers: int) -> list[LatentConfig]:
         raise ConfigError(
             f"config.json: index_head_dim={index.dim} must be qk_rope_head_dim={mixer.rope} or more"
         )
+    inert(reader, "index_share_for_mtp_iteration")
     mixer = replace(mixer, topk=reader.integer("index_topk"))
     full = _full_layers(reader, layers) if kind == "glm_moe_dsa" else [True] * layers
     return [replace(mixer, index=index if own else None) for own in full]
+
+
+def dense_mixer(reader: Reader, *, interleaved: bool) -> LatentConfig:
+    """Latent attention without an indexer, of the sizes that the file has in DeepSeek's words."""
+    mixer = LatentConfig(
+        q_rank=0 if reader.get("q_lora_rank") is None else reader.integer("q_lora_rank"),
+        rank=reader.integer("kv_lora_rank"),
+        nope=reader.integer("qk_nope_head_dim"),
+        rope=reader.integer("qk_rope_head_dim"),
+        value=reader.integer("v_head_dim"),
+        interleaved=interleaved,
+    )
+    only(reader, "qk_head_dim", mixer.nope + mixer.rope)
+    return mixer
 
 
 def _full_layers(reader: Reader, layers: int) -> list[bool]:
@@ -163,12 +170,16 @@ def _full_layers(reader: Reader, layers: int) -> list[bool]:
     offset = reader.integer("index_skip_topk_offset", 2, low=0)
     types = reader.typed("indexer_types", list)
     pattern = reader.get("index_topk_pattern")
+    if not isinstance(pattern, (str, list, type(None))):
+        raise ConfigError(
+            f"config.json: index_topk_pattern={pattern!r:.80} must be a string or list"
+        )
     types = pattern if types is None else types
     if types is None:
         full = [max(i - offset + 1, 0) % every == 0 for i in range(layers)]
     else:
         words = {"F": True, "full": True, "S": False, "shared": False}
-        if len(types) != layers or any(t not in words for t in types):
+        if len(types) != layers or any(not isinstance(t, str) or t not in words for t in types):
             raise ConfigError(
                 f"config.json: indexer_types / index_topk_pattern={types!r:.80} must hold {layers} of "
                 f"{', '.join(words)}"

@@ -99,7 +99,7 @@ REFUSED = [
     ({"rotary_dim": 5}, "partial_rotary_factor=0.3125"),
     ({"attn_type_list": [1, 0, 1, 2]}, "attn_type_list"),
     ({"postnorm": False}, "postnorm=False"),
-    ({"num_experts_per_tok": 5}, "5 experts a token"),
+    ({"num_experts_per_tok": 5}, "num_experts_per_tok=5"),
     ({"mlp_alpha_factor": "1"}, "mlp_alpha_factor"),
     ({"shared_intermediate_size": 64}, "shared_intermediate_size"),
 ]

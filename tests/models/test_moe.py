@@ -172,7 +172,7 @@ def test_shared_experts() -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("mixtral", {"num_experts_per_tok": 5}, "5 experts a token of 4"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 of 4"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
