@@ -43,8 +43,9 @@ def inert(reader: Reader, *fields: str) -> None:
 
 
 def initial_time_steps(reader: Reader) -> None:
-    """Fields of state spaces from which training starts."""
+    """Fields of state spaces from which training starts, and how other engines run them."""
     inert(reader, "time_step_min", "time_step_max", "time_step_floor", "time_step_rank")
+    inert(reader, "time_step_scale", "time_step_init_scheme", "use_mamba_kernels")
 
 
 def layer_kinds(field: str, given: Any, count: int, known: Mapping[Any, str]) -> list[str]:

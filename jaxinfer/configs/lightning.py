@@ -16,7 +16,6 @@ from jaxinfer.configs.common import read_training
 from jaxinfer.configs.dense import decoder
 from jaxinfer.configs.fields import inert, layer_kinds, only, renamed, without
 from jaxinfer.configs.moe import mixtral_experts
-from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import MixerConfig, ModelConfig
 
 
@@ -79,8 +78,7 @@ def read(name: str, raw: Mapping[str, Any]) -> ModelConfig:
             layer = replace(layer, rope=None, mixer=LightningConfig(depth))
         layers.append(layer)
     only(reader, "postnorm", True)
-    if reader.integer("shared_intermediate_size", 0, low=0):
-        raise ConfigError("config.json: shared_intermediate_size must be 0 for this architecture")
+    only(reader, "shared_intermediate_size", 0)
     inert(reader, "block_size", "rotary_dim", "shared_moe_mode")
     read_training(reader)
     reader.check_unread()

@@ -25,7 +25,7 @@ from jaxinfer.configs.common import (
 )
 from jaxinfer.configs.dense import decoder
 from jaxinfer.configs.ffn import Activation, MoeConfig, RouterConfig, Stored, each_expert
-from jaxinfer.errors import ConfigError
+from jaxinfer.configs.fields import inert, only
 from jaxinfer.model_config import ModelConfig
 
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
@@ -88,7 +88,7 @@ def _gpt_oss(c: ModelConfig, reader: Reader) -> ModelConfig:
         router_name="mlp.router",
     )
     read_training(reader)
-    reader.get("initial_context_length")  # of training; rope has its own
+    inert(reader, "initial_context_length")  # of training; rope has its own
     return replace(with_ffns(c, [moe] * c.num_layers), sinks=True)
 
 
@@ -150,14 +150,12 @@ def _check_minimax_m2(reader: Reader, layers: int) -> None:
     fixed = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
     fixed |= {"use_routing_bias": True, "attn_type_list": [1] * layers}
     fixed |= {f"layernorm_{kind}_beta": 1.0 for kind in ("full_attention", "mlp")}
+    fixed |= {"shared_intermediate_size": 0}
     for name, value in fixed.items():
-        given = reader.get(name)
-        if given is not None and given != value:
-            raise ConfigError(f"config.json: {name}={given!r:.80} must be {value!r:.80}")
-    # Speculation, and linear attention that no layer has.
-    for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
-        reader.get(name)
-    reader.get("layernorm_linear_attention_beta")
+        only(reader, name, value)
+    # Speculation; linear attention, dense layers and shared experts, which no layer has.
+    inert(reader, "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    inert(reader, "layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode")
 
 
 def _granite(c: ModelConfig, reader: Reader) -> ModelConfig:
