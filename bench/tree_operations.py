@@ -56,7 +56,7 @@ def prompt(rng: random.Random, stem: list[int], length: int) -> list[int]:
 
 def serve(tree: PrefixTree, tokens: list[int], hit: int, clock: Clock) -> None:
     """What a prompt does to the tree from admission to release; it must hit `hit` tokens."""
-    match = clock("match", lambda: tree.match(NAMESPACE, tokens, len(tokens) - 1, count=True))
+    match = clock("match", lambda: tree.match(NAMESPACE, tokens, len(tokens) - 1))
     assert match.length == hit, f"hit {match.length} tokens, not {hit}"
     held = clock("lock", lambda: tree.lock(match))
     clock("allocate", lambda: hold(tree, held, len(tokens), hit))

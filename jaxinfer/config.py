@@ -42,12 +42,13 @@ class EngineConfig:
             "branch": only where a prompt parts from a known one; "second-hit": at the last multiple of the interval
             that a former prompt had too; "declared": at the request's breakpoints, which all but "none" also keep.
         checkpoint_interval: tokens between two states that are kept, rounded up to whole pages.
-        max_states_per_path: states kept along one prefix (0: no limit); the shallowest inner ones go first.
+        max_states_per_path: states kept along one prefix (0: no limit); the shallowest inner ones go first, but
+            none at a branch point and none of the request's breakpoints.
         replay: "tolerant": recurrent layers may round differently when a sequence is split differently;
             "exact": bitwise the same for any split, at the cost of computing up to 64 tokens again a step.
         serial_weight: what a prompt token of a recurrent model costs of the token budget (at least 1).
-        prefill_deadline: steps after which a prompt under way gets every second step for itself, so that decode
-            rows can't starve it; 0 is never.
+        prefill_deadline: steps after which a prompt under way gets every second step for itself, if the decode
+            rows leave it less than half of a step's tokens; 0 is never.
         overlap: keep one step in flight ahead of the host.
         warmup: "eager" compiles the whole ladder at start, "lazy" compiles a rung when first used.
         seed: base of the seeds of requests that give none.

@@ -53,7 +53,8 @@ class Match(NamedTuple):
 
     pages[k] are the pages that kind k needs, of which the first is page base[k] of the sequence; of a
     STATE kind the one checkpoint at `length`. `known` tokens (at least `length`) are as far as the
-    paged kinds alone could resume: a checkpoint there would have made the hit longer.
+    paged kinds alone could resume: a checkpoint there would have made the hit longer. `shortened`: tokens
+    by which each kind alone cut it.
     """
 
     length: int
@@ -61,6 +62,7 @@ class Match(NamedTuple):
     base: tuple[int, ...]
     node: Node | None
     known: int = 0
+    shortened: tuple[int, ...] = ()
 
 
 class Held:

@@ -15,7 +15,7 @@ from jaxinfer.errors import CapacityError
 
 
 class Pool:
-    """Reference counts of pages 1 .. size - 1."""
+    """Reference counts of pages 1 .. size - 1; `size` counts the reserved one."""
 
     noun: ClassVar[str] = "page"
 
@@ -87,18 +87,8 @@ class Pool:
 class PagePool(Pool):
     """The pages of a TOKEN or WINDOW kind."""
 
-    @property
-    def num_pages(self) -> int:
-        """Pages with the reserved one."""
-        return self.size
-
 
 class SlotPool(Pool):
     """The slots of a STATE kind."""
 
     noun = "slot"
-
-    @property
-    def num_slots(self) -> int:
-        """Slots with the reserved one."""
-        return self.size

@@ -14,7 +14,7 @@ never longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from jaxinfer.cache.events import (
     AllBlocksCleared,
@@ -65,25 +65,28 @@ class PrefixTree(Ledger):
         namespace: Namespace,
         tokens: Sequence[int],
         limit: int | None = None,
-        count: bool = False,
     ) -> Match:
         """The longest prefix (of at most `limit` tokens) that every kind can resume from.
 
         TOKEN kinds need all its pages, WINDOW kinds the last window, STATE kinds a checkpoint exactly at
-        its end. `count`: enter what cut it short in the counters.
+        its end. Enters nothing in the counters, see `count`.
         """
         size = self.page_size
         path = self._walk(namespace, tokens, len(tokens) if limit is None else limit)
         best, known, others = depths(self.specs, path, size)
         del path[best:]
-        if count:
-            for kind, depth in enumerate(others):
-                self._counters[kind].shortened += max(0, depth - best) * size
         nodes = [needed(spec, path, size) for spec in self.specs]
         pages = tuple([node.pages[k] for node in mine] for k, mine in enumerate(nodes))
         starts = (best - len(mine) for mine in nodes)
         base = tuple(n if s.paged else 0 for n, s in zip(starts, self.specs, strict=True))
-        return Match(best * size, pages, base, path[-1] if path else None, known * size)
+        shortened = tuple([max(0, depth - best) * size for depth in others])
+        last = path[-1] if path else None
+        return Match(best * size, pages, base, last, known * size, shortened)
+
+    def count(self, match: Match) -> None:
+        """Enter in the counters what cut short a match that is used."""
+        for kind, tokens in enumerate(match.shortened):
+            self._counters[kind].shortened += tokens
 
     def _walk(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> list[Node]:
         node = self._roots.get(namespace)
@@ -130,14 +133,19 @@ class PrefixTree(Ledger):
         return held
 
     def insert(
-        self, namespace: Namespace, tokens: Sequence[int], length: int, held: Held
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        length: int,
+        held: Held,
+        spared: Container[int] = (),
     ) -> list[tuple[int, int]]:
         """Publish what the first `length` tokens left, whose entries have been computed.
 
         These are their full pages and the pending checkpoints up to there. Where the tree has a page
         already, `held` is rewritten to it; where it has a checkpoint, ours is given up. Returns the
         (kind, sequence page) pairs that were rewritten. Beyond max_states the shallowest checkpoints
-        above a new one go, but none in use and none at a branch point.
+        above a new one go, but none in use, at a branch point or at one of the `spared` positions.
         """
         if held.node is None or not held.node.attached:  # never inserted, or the tree was cleared
             held.node, held.depth = None, 0
@@ -152,7 +160,7 @@ class PrefixTree(Ledger):
             assert held.node is not None
             path = path_to(held.node)
             for position, slots in ready:
-                self._publish(path[: position // self.page_size], slots)
+                self._publish(path[: position // self.page_size], slots, spared)
             del held.pending[: len(ready)]
         return rewritten
 
@@ -215,7 +223,7 @@ class PrefixTree(Ledger):
                 rewritten.append((kind, index))
                 self._counters[kind].duplicates += 1
 
-    def _publish(self, path: list[Node], slots: list[int]) -> None:
+    def _publish(self, path: list[Node], slots: list[int], spared: Container[int]) -> None:
         """Give the sequence's reference to checkpoints at the end of `path` to the tree, or give it up."""
         node = path[-1]
         for kind in self.state_kinds:
@@ -230,16 +238,17 @@ class PrefixTree(Ledger):
                 self._idle[kind][slot] = node
             counters.published += 1
             if self.max_states:
-                self._thin(path, kind)
+                self._thin(path, kind, spared)
 
-    def _thin(self, path: list[Node], kind: int) -> None:
+    def _thin(self, path: list[Node], kind: int, spared: Container[int]) -> None:
         """Drop the shallowest checkpoints above the end of `path` until max_states are left on it."""
-        marked = [node for node in path if node.pages[kind]]
+        marked = [(depth, node) for depth, node in enumerate(path, 1) if node.pages[kind]]
         excess = len(marked) - self.max_states
-        for node in marked[:-1]:
+        for depth, node in marked[:-1]:
             if excess <= 0:
                 break
-            if len(node.children) < 2 and node.pages[kind] in self._idle[kind]:
+            inner = len(node.children) < 2 and depth * self.page_size not in spared
+            if inner and node.pages[kind] in self._idle[kind]:
                 self._drop_page(node, kind)
                 self._counters[kind].thinned += 1
                 excess -= 1

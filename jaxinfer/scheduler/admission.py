@@ -34,7 +34,7 @@ class Admission:
         self._rows = rows
         self._running = running
         self._clock = clock
-        self.waiting = WaitingQueue(config.policy, pages.cached_length)
+        self.waiting = WaitingQueue(config.policy, lambda s: pages.lookup(s).length)
         self.groups = Groups()
         self.queries = self.hits = 0
         # Who did not fit last, and the spare pages then: no new walk of the tree before there are more.
@@ -89,8 +89,10 @@ class Admission:
         alone, spare = not len(self._running), self._spare(reserve)
         if not alone and self._still_refused(sequence, spare):
             return None
-        sequence.held = pages.lookup(sequence)  # locked first: what it hits is no longer evictable
-        hit = sequence.scheduled = sequence.held.depth * pages.size
+        match = pages.lookup(sequence)
+        sequence.held = pages.tree.lock(match)  # first: what it hits is no longer evictable
+        sequence.scheduled = match.length
+        sequence.branch = match.known if match.known > match.length else 0
         need = pages.missing(sequence.held, len(sequence.tokens) + 1)
         fits = alone or all(n <= m for n, m in zip(need, self._spare(reserve), strict=True))
         self._refused = None if fits else (sequence, spare)
@@ -103,9 +105,10 @@ class Admission:
         self._rows.open(sequence)
         self._running.move(sequence, Status.PREFILL)
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = hit
+            sequence.cached_tokens = match.length
             sequence.metrics.first_scheduled_time = self._clock()
             if pages.may_read(sequence):
                 self.queries += len(sequence.tokens)
-                self.hits += hit
+                self.hits += match.length
+                pages.tree.count(match)
         return chunk

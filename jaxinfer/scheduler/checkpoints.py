@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.types import Request
 
 
 class Checkpoints:
@@ -29,7 +30,7 @@ class Checkpoints:
         if not (self.active and sequence.request.use_prefix_cache):
             return []
         end = min(end, len(sequence.tokens) - 1)
-        wanted = [p // self.page * self.page for p in sequence.request.breakpoints]
+        wanted = self.declared(sequence.request)
         if sequence.request.group is not None:  # the siblings fork here
             wanted.append((len(sequence.tokens) - 1) // self.page * self.page)
         if self.policy in ("align", "branch"):
@@ -39,6 +40,10 @@ class Checkpoints:
         if self.policy == "second-hit":
             wanted.append(sequence.branch // self.interval * self.interval)
         return sorted({p for p in wanted if start < p <= end})
+
+    def declared(self, request: Request) -> list[int]:
+        """The request's breakpoints in whole pages: what is kept there stays, however many states follow."""
+        return [p // self.page * self.page for p in request.breakpoints]
 
     def _grid(self, start: int, end: int) -> list[int]:
         """Multiples of the interval in (start, end]: the last ones, if a path may not keep them all.

@@ -81,7 +81,7 @@ def inspect_cache(
     limit: int,
 ) -> CacheView:
     """The cache as it stands. `running`: who holds parts of it. `limit`: nodes of the tree."""
-    nodes = tree.inspect(limit)
+    nodes = tree.inspect(limit + 1)
     size, held = config.page_size, [sequence.held for sequence in running]
     return CacheView(
         page_size=size,
@@ -106,6 +106,6 @@ def inspect_cache(
             )
             for spec, kind in zip(tree.specs, stats.kinds, strict=True)
         ),
-        tree=tuple(nodes),
-        complete=len(nodes) < limit,
+        tree=tuple(nodes[:limit]),
+        complete=len(nodes) <= limit,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from jaxinfer.cache import CacheSpec, Held, PagePool, PrefixTree, Scope, SlotPool
+from jaxinfer.cache import CacheSpec, Held, Match, PagePool, PrefixTree, Scope, SlotPool
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.layout import RecordLayout
@@ -38,17 +38,16 @@ class Pages:
         self._paged = tuple(k for k, spec in enumerate(specs) if spec.paged)
         tables = tuple(self._table(spec, chunk) for spec in specs)
         self.layout = RecordLayout(tables, self.tree.state_kinds)
-        for spec, pool in zip(specs, self.tree.pools, strict=True):
+        for spec, pool in zip(specs, pools, strict=True):
             least = self.count(spec.window - 1) + 1
             if spec.scope is Scope.WINDOW and pool.usable < least:
                 raise ConfigError(
-                    f"num_pages={pool.num_pages} of cache kind {spec.name!r} cannot hold one window of "
+                    f"num_pages={pool.size} of cache kind {spec.name!r} cannot hold one window of "
                     f"{spec.window} tokens; at least {least + 1}"
                 )
-        for spec, pool in zip(specs, pools, strict=True):
             if not spec.paged and pool.usable < 2:
                 raise ConfigError(
-                    f"num_states={pool.usable + 1} of cache kind {spec.name!r} is too small: a sequence reads one "
+                    f"num_states={pool.size} of cache kind {spec.name!r} is too small: a sequence reads one "
                     "slot while it writes another; at least 3"
                 )
         usable = [p.usable for p, s in zip(pools, specs, strict=True) if s.scope is Scope.TOKEN]
@@ -125,14 +124,12 @@ class Pages:
     def may_read(self, sequence: Sequence) -> bool:
         return self.caching and sequence.reads_cache
 
-    def lookup(self, sequence: Sequence) -> Held:
-        """The longest cached prefix, locked; at least the last known token is left to compute."""
+    def lookup(self, sequence: Sequence) -> Match:
+        """The longest cached prefix; at least the last known token is left to compute."""
         if not self.may_read(sequence):
-            return Held(len(self.tree.specs))
+            return Match(0, (), (), None)
         tokens = sequence.tokens
-        match = self.tree.match(sequence.request.namespace, tokens, len(tokens) - 1, count=True)
-        sequence.branch = match.known if match.known > match.length else 0
-        return self.tree.lock(match)
+        return self.tree.match(sequence.request.namespace, tokens, len(tokens) - 1)
 
     def keep_states(self, held: Held, positions: Seq[int]) -> dict[int, tuple[int, ...]]:
         """Reserve checkpoints at `positions`, at each of which a block of the step must end: position -> slot
@@ -153,22 +150,15 @@ class Pages:
         wanted = self.checkpoints.at_decode(sequence, position)
         return wanted and self.tree.turn_checkpoint(sequence.held, position)
 
-    def cached_length(self, sequence: Sequence) -> int:
-        if not self.may_read(sequence):
-            return 0
-        tokens = sequence.tokens
-        return self.tree.match(sequence.request.namespace, tokens, limit=len(tokens) - 1).length
-
     def settle(self, sequence: Sequence, computed: int) -> bool:
         """A committed step has computed the first `computed` tokens: publish the full pages, drop dead ones.
 
         True if the sequence's table changed because the tree had some of its pages already.
         """
         rewritten: list[tuple[int, int]] = []
-        request = sequence.request
+        request, held = sequence.request, sequence.held
         if self.caching and request.use_prefix_cache:
-            rewritten = self.tree.insert(
-                request.namespace, sequence.tokens, computed, sequence.held
-            )
-        self.tree.trim(sequence.held, computed)
+            spared = self.checkpoints.declared(request) if held.pending else ()
+            rewritten = self.tree.insert(request.namespace, sequence.tokens, computed, held, spared)
+        self.tree.trim(held, computed)
         return bool(rewritten)

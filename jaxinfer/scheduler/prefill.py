@@ -33,18 +33,20 @@ def claim_chunk(
 ) -> Chunk | None:
     """Hold the pages and slots of a prompt's next chunk, as far as budget and pages go; None if there are none.
 
-    whole: None, too, if that is not all of the prompt. It may have taken working slots even then.
+    whole: None, too, if that is not all of the prompt.
     """
     start, held = sequence.scheduled, sequence.held
     wanted = budget.chunk(len(sequence.tokens) - start)
     end = min(start + wanted, pages.reach(held))
-    if end <= start or not pages.tree.open_states(held):
+    if end <= start:
         return None
     cuts = pages.checkpoints.inside(sequence, start, end)
     # Cuts make more blocks than the tokens alone: the budget may hold the first ones only.
     spans = cut_blocks(start, end, cuts, budget.block, pages.aligned)[: budget.blocks]
     end = sum(spans[-1])
-    if (whole and not sequence.covers(end - start)) or not pages.extend(held, end):
+    if whole and not sequence.covers(end - start):
+        return None
+    if not pages.tree.open_states(held) or not pages.extend(held, end):
         return None
     budget.spend(end - start, len(spans))
     kept = pages.keep_states(held, [cut for cut in cuts if cut <= end])

@@ -37,8 +37,8 @@ class Scheduler:
     """See the methods; a round is expire(), plan(), run the plan, commit() or fail().
 
     Args:
-        config: budgets and policy. specs: the model's paged cache kinds. num_pages: pages of each kind's
-            pool, page 0 included. max_model_len: longest prompt + output. clock: seconds, monotonic.
+        config: budgets and policy. specs: the model's cache kinds. num_pages: pages (STATE kinds: slots) of
+            each kind's pool, number 0 included. max_model_len: longest prompt + output. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Scheduler:
         self._deadlines: dict[str, float] = {}
         self._next_deadline = float("inf")
         self._ready: deque[StepPlan | LoadPlan] = deque()
-        self._turned: list[Sequence] = []  # decode rows whose state this step keeps
         self._arrivals = self._preemptions = self._steps = 0
 
     @property
@@ -133,7 +132,7 @@ class Scheduler:
 
     def _plan_step(self) -> None:
         self._steps += 1
-        stalled = self._claim_decode()
+        stalled, turned = self._claim_decode()
         decoding = self._running.num_decoding - len(stalled)
         budget = self._ladder.budget(decoding, serial=bool(self.layout.states))
         before = self._preemptions
@@ -164,10 +163,9 @@ class Scheduler:
             sampled,
             scored=arrays.scored,
         )
-        for sequence in self._turned:  # nothing more is allocated for this step
-            if sequence.slot:
+        for sequence in turned:  # nothing more is allocated for this step
+            if sequence.slot:  # else preempted for another row
                 self._pages.tree.settle_source(sequence.held)
-        self._turned.clear()
         for index, chunk in enumerate(chunks):
             if self._advance(chunk):
                 sampled.append((shape.rows + index, chunk.sequence))
@@ -178,13 +176,15 @@ class Scheduler:
         self._ready.extend(loads)
         self._ready.append(plan)
 
-    def _claim_decode(self) -> set[Sequence]:
-        """Pages for the rows that begin a page; the rows that must sit out this step."""
+    def _claim_decode(self) -> tuple[set[Sequence], list[Sequence]]:
+        """Pages for the rows that begin a page: who must sit out this step, and whose state it keeps."""
         members, slots = self._running.decoding()
-        if members and self._running.starving(self._steps, self.config.prefill_deadline):
-            return set(members)
+        crowded = 2 * len(members) > self.config.max_num_batched_tokens
+        if crowded and self._running.starving(self._steps, self.config.prefill_deadline):
+            return set(members), []
         starts = self._rows.records[slots, RowField.START]
         stalled: set[Sequence] = set()
+        turned: list[Sequence] = []
         for index in np.flatnonzero(starts % self._pages.size == 0):
             sequence = members[index]
             if sequence.status is not Status.DECODE:  # preempted for a row before
@@ -192,11 +192,11 @@ class Scheduler:
             start = int(starts[index])
             if self._claim(sequence, start + 1):
                 if self._pages.turn_state(sequence, start):
-                    self._turned.append(sequence)
+                    turned.append(sequence)
                 self._rows.add_page(sequence, self._pages.tree)
             else:
                 stalled.add(sequence)
-        return stalled
+        return stalled, turned
 
     def _claim(self, sequence: Sequence, tokens: int) -> bool:
         """Hold pages for `tokens` tokens, if need be at the cost of juniors."""

@@ -76,7 +76,8 @@ def test_both_state_kinds_need_a_checkpoint_at_one_position():
     leave(tree, TOKENS[:17], 8, 16)
     tree.drop_checkpoint(NS, TOKENS[:16], 1)
     tree.drop_checkpoint(NS, TOKENS[:8], 2)
-    match = tree.match(NS, TOKENS, count=True)
+    match = tree.match(NS, TOKENS)
+    tree.count(match)
     assert (match.length, match.known) == (0, 16)
     assert [tree.counters(k).shortened for k in range(3)] == [0, 16, 8]
     tree.match(NS, TOKENS)  # a peek
@@ -281,7 +282,12 @@ def test_pages_that_fail_after_the_slots_were_given_lose_none():
 
 
 def test_a_path_keeps_at_most_max_states():
-    """The shallowest go; the deepest stays whatever the limit."""
+    """The shallowest go, but none that is to be spared; the deepest stays whatever the limit."""
+    tree = make("t s", max_states=2)
+    held = start(tree, TOKENS[:25])
+    assert all(tree.reserve_checkpoint(held, position) for position in (4, 8, 16, 24))
+    tree.insert(NS, TOKENS, 24, held, spared={4, 20})
+    assert marks(tree) == [4, 24]
     tree = make("t s", max_states=2)
     leave(tree, TOKENS[:29], 4, 8, 16, 24, 28)
     assert marks(tree) == [24, 28] and tree.counters(1).thinned == 3

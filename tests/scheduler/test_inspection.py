@@ -41,6 +41,7 @@ def test_one_look_visits_no_more_nodes_than_asked_for():
     runner.drain()
     whole = runner.scheduler.inspect(1000)
     assert whole.complete and len(whole.tree) == 6 * 5 + 1
+    assert runner.scheduler.inspect(31) == whole
     part = runner.scheduler.inspect(9)
     assert not part.complete and len(part.tree) == 9
     assert part.kinds == whole.kinds

@@ -60,7 +60,8 @@ SETTINGS = [
     (*PAGED, "priority"),
     (*PAGED, "lpm"),
     (*HYBRID[:2], {"checkpoint_interval": 8, "max_states_per_path": 2}, "fcfs"),
-    (*HYBRID[:2], {"checkpoint_interval": 4, "serial_weight": 3.0, "prefill_deadline": 2}, "lpm"),
+    (*HYBRID[:2], {"checkpoint_interval": 4, "serial_weight": 3.0}, "lpm"),
+    (*HYBRID[:2], {"max_num_batched_tokens": 8, "prefill_deadline": 2}, "fcfs"),
     (*HYBRID[:2], {"checkpoint_policy": "branch"}, "fcfs"),
     (*HYBRID[:2], {"checkpoint_policy": "second-hit", "checkpoint_interval": 4}, "priority"),
     (*HYBRID[:2], {"checkpoint_policy": "declared"}, "fcfs"),
@@ -82,8 +83,7 @@ def test_random_operations(overlap, setting):
         check=False,
         overlap=overlap,
         policy=policy,
-        max_num_batched_tokens=40,
-        **options,
+        **{"max_num_batched_tokens": 40, **options},
     )
     live: list[str] = []
     requests = {}

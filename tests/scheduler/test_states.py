@@ -132,6 +132,25 @@ def test_a_prompt_that_breakpoints_cut_is_partial():
     assert len(runner.outputs) == 2
 
 
+def test_breakpoints_outlive_the_states_that_follow():
+    """The longer the rest of the prompt, the more it matters to keep what others share."""
+    runner = hybrid(max_states_per_path=2)
+    run(runner, "first", list(range(200)), max_tokens=60, breakpoints=(61,))
+    assert runner.scheduler.stats().kinds[1].cached == 2
+    assert run(runner, "other", [*range(61), 7, 7]) == 60
+
+
+def test_what_cuts_hits_is_counted_once_a_request():
+    """A prompt that waits is looked up at every step, and counted when it runs."""
+    runner = hybrid(policy="lpm", max_partial_prefills=1, max_num_batched_tokens=32)
+    run(runner, "first", [*range(45), 1])
+    runner.add(request("long", [1] * 200, 1))
+    runner.add(request("waits", [*range(47), *[2] * 80], 1))
+    runner.drain()
+    shortened = [kind.shortened for kind in runner.scheduler.stats().kinds]
+    assert shortened == [0, 4]
+
+
 def test_siblings_fork_where_the_prompt_ends():
     """n > 1 shares pages and reads one state: at most a page of the prompt is computed again."""
     runner = hybrid(checkpoint_interval=256)
@@ -234,6 +253,20 @@ def test_decode_rows_cannot_starve_a_long_prompt(deadline):
     assert took > 80 if deadline == 0 else took < 45
     runner.drain()
     assert len(runner.outputs) == 8
+
+
+def test_few_decode_rows_never_wait_for_a_long_prompt():
+    """They leave it most of every step: to stop them would not end it sooner."""
+    runner = Runner((FULL,), (600,), 512, max_num_batched_tokens=8, prefill_deadline=1)
+    runner.add(request("row", [1], 60))
+    for _ in range(2):
+        runner.round()
+    runner.add(request("long", list(range(200)), 1))
+    start = runner.model.steps
+    while "row" not in runner.outputs:
+        runner.round()
+    assert runner.model.steps - start <= 60
+    runner.drain()
 
 
 def test_exact_replay_cuts_blocks_at_canonical_places():
