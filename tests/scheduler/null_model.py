@@ -331,6 +331,11 @@ class Runner:
             self.scheduler.check()
             self.check_tree()
 
+    def forget(self) -> None:
+        """The device loses its state."""
+        self.model.entries = [{} for _ in self.model.specs]
+        self.model.states, self.model.written = {}, {}
+
     def check_tree(self) -> None:
         """What the tree gives out is what the tokens that lead there left, and its steps are committed."""
         model, committed = self.model, self.model.steps - len(self.inflight)

@@ -142,6 +142,33 @@ def test_failing_steps_end_their_own_sequences_only():
     assert len(runner.reasons) == len(requests)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_failed_step_leaves_no_state_behind(seed):
+    """The engine's way out: what was in flight ends with an error, the device and the tree begin anew."""
+    rng = random.Random(seed)
+    runner = Runner(HYBRID[0], HYBRID[1], 120, max_num_batched_tokens=40, overlap=seed % 2 > 0)
+    requests = {f"r{i}": random_request(rng, f"r{i}") for i in range(60)}
+    for req in requests.values():
+        runner.add(req)
+        runner.round()
+        if rng.random() < 0.2 and runner.launch():
+            plans = [plan for plan, _ in runner.inflight]
+            runner.inflight.clear()
+            for plan in plans:
+                for update in runner.scheduler.fail(plan):
+                    runner.note(update)
+            runner.scheduler.restart()
+            runner.forget()
+            runner.scheduler.check()
+            runner.check_tree()
+    runner.drain()
+    reasons = runner.reasons
+    failed = {key for key, reason in reasons.items() if reason is FinishReason.ERROR}
+    assert len(failed) > 3 and len(reasons) == len(requests)
+    for key in reasons.keys() - failed:
+        runner.expect(requests[key])
+
+
 # More than a step carries, so that some of it comes before the step.
 LONG_BIAS = dict.fromkeys(range(LOAD_ENTRIES + 1), 1.0)
 
@@ -163,7 +190,7 @@ def test_a_failed_load_ends_the_sequences_of_its_slots():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_restart_computes_everything_again(overlap):
     """The device lost its state: no page is trusted, no token is lost or doubled."""
-    runner = Runner((FULL, window(6)), (60, 60), 120, overlap=overlap)
+    runner = Runner((FULL, window(6), state()), (60, 60, 40), 120, overlap=overlap)
     requests = [request(f"r{i}", list(range(i + 9)), 20, seed=i) for i in range(10)]
     for req in requests:
         runner.add(req)
@@ -171,7 +198,7 @@ def test_restart_computes_everything_again(overlap):
         runner.round()
     runner.inflight.clear()
     runner.scheduler.restart()
-    runner.model.entries = [{} for _ in runner.model.specs]
+    runner.forget()
     runner.scheduler.check()
     assert runner.scheduler.stats().running == 0
     runner.drain()
