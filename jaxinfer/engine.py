@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any
 
-from jaxinfer.cache import Scope
 from jaxinfer.cache.events import Event
 from jaxinfer.config import engine_config
 from jaxinfer.errors import InvalidRequest, JaxinferError, Unavailable, check_range
@@ -187,14 +186,16 @@ class Engine:
     @property
     def cache_unit(self) -> int:
         """The shortest prefix in tokens that another prompt can reuse; 0 if none can."""
-        states = any(kind.scope == Scope.STATE for kind in self.core.scheduler.stats().kinds)
-        return self.core.config.reusable_unit(states)
+        return self.core.config.reusable_unit(self._recurrent)
 
     @property
     def heeds_breakpoints(self) -> bool:
         """Whether a prompt's breakpoints change anything: there are recurrent states, and they are kept."""
-        kinds = self.core.scheduler.stats().kinds
-        return self.cache_unit > 0 and any(kind.scope == Scope.STATE for kind in kinds)
+        return self._recurrent and self.cache_unit > 0
+
+    @property
+    def _recurrent(self) -> bool:
+        return bool(self.core.scheduler.layout.states)
 
     def pool_load(self) -> PoolLoad:
         """How full the cache is; safe to call from any thread."""

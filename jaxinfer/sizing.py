@@ -44,10 +44,13 @@ def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec,
     memory = _Memory(config, model.vocab_size)
     states = [s for s in specs if not s.paged]
     slots = _slots_for(config, states, memory) if states else 0
-    pages, why = config.num_pages or 2, "num_pages"
-    if config.num_pages is None:
-        left = memory.bytes - slots * sum(s.bytes_per_slot() for s in states)
-        pages, why = _pages_for(config, memory, left, [s for s in specs if s.paged], wanted)
+    memory.states = slots * sum(s.bytes_per_slot() for s in states)
+    paged = [s for s in specs if s.paged]
+    pages = config.num_pages or 2
+    if config.num_pages is None and paged:
+        pages = _pages_for(config, memory, paged, wanted)
+    given = (config.num_pages or not paged) and (config.num_states or not states)
+    why = "the numbers given" if given else memory.why
     longest = (pages - 1) * size if any(s.scope is Scope.TOKEN for s in specs) else wanted
     if config.max_model_len is None:
         wanted = min(wanted, longest)
@@ -79,11 +82,15 @@ def size_pools(config: EngineConfig, model: ModelConfig, specs: tuple[CacheSpec,
 
 
 class _Memory:
-    """What all pools may take together; asked for only when a pool must be sized from it."""
+    """What all pools may take together; asked for only when a pool must be sized from it.
+
+    states: bytes of it that the pools of recurrent states take.
+    """
 
     def __init__(self, config: EngineConfig, vocab: int) -> None:
         self._share = config.memory_fraction
         self._sampling = SAMPLING_BYTES * vocab * (config.rows + 1)
+        self.states = 0
 
     @cached_property
     def free(self) -> tuple[int, str]:
@@ -95,9 +102,10 @@ class _Memory:
 
     @property
     def why(self) -> str:
+        states = f" and {self.states / 2**20:.0f} MiB of recurrent states" if self.states else ""
         return (
             f"{self._share:g} of {self.free[0] / 2**20:.0f} MiB free {self.free[1]} memory less "
-            f"{self._sampling / 2**20:.0f} MiB of sampling state"
+            f"{self._sampling / 2**20:.0f} MiB of sampling state{states}"
         )
 
 
@@ -125,12 +133,10 @@ def _kind_pages(config: EngineConfig, spec: CacheSpec, pages: int, max_len: int)
     return min(pages, 2 * per_row * config.rows + 1) if pages > per_row else per_row + 1
 
 
-def _pages_for(
-    config: EngineConfig, memory: _Memory, left: int, paged: list[CacheSpec], max_len: int
-) -> tuple[int, str]:
-    """Pages that `left` bytes hold, at most what the rows could ever use."""
-    per_page = config.page_size * sum(s.bytes_per_token() for s in paged)
-    affordable = max(left, 0) // max(per_page, 1)
+def _pages_for(config: EngineConfig, memory: _Memory, paged: list[CacheSpec], max_len: int) -> int:
+    """Pages that the rest of the memory holds, at most what the rows could ever use."""
+    per_page = sum(s.bytes_per_page(config.page_size) for s in paged)
+    affordable = max(memory.bytes - memory.states, 0) // max(per_page, 1)
     rows = max_len * config.rows
     # A CPU's memory is shared with everything else: twice the longest sequence is a sensible pool.
     useful = rows if memory.free[1] == "device" else max(2 * max_len, 512 * config.rows)
@@ -138,9 +144,10 @@ def _pages_for(
     if pages < 2:
         raise CapacityError(
             f"memory_fraction={config.memory_fraction}: {memory.why} holds no page of "
-            f"{per_page / 2**10:.0f} KiB; raise memory_fraction, lower max_num_seqs or set num_pages"
+            f"{per_page / 2**10:.0f} KiB; raise memory_fraction, lower max_num_seqs or num_states, or set "
+            "num_pages"
         )
-    return pages, memory.why
+    return pages
 
 
 def free_memory() -> tuple[int, str]:

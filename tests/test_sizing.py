@@ -44,6 +44,20 @@ def test_states_are_as_many_as_asked_for_or_some_for_each_row(memory: list[int])
         sizes(FULL, STATE, memory_fraction=1.0)
 
 
+def test_pages_get_what_states_leave(memory: list[int]) -> None:
+    memory[0] = 40 * SLOT_BYTES + 8 * 32 * 5
+    page = FULL.bytes_per_page(16)
+    assert sizes(FULL, STATE, memory_fraction=1.0, num_states=38)[0] == 1 + 2 * SLOT_BYTES // page
+    with pytest.raises(CapacityError, match="MiB of recurrent states holds no page.*num_states"):
+        sizes(FULL, STATE, memory_fraction=1.0, num_states=40)
+
+
+def test_a_model_of_states_alone_needs_no_page(memory: list[int]) -> None:
+    memory[0] = 40 * SLOT_BYTES + 8 * 32 * 5
+    result = sizing.size_pools(EngineConfig(memory_fraction=1.0, num_states=40), MODEL, (STATE,))
+    assert result == sizing.PoolSizes((40,), 256)
+
+
 @pytest.mark.parametrize(
     ("specs", "options", "told"),
     [
