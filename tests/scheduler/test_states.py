@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import CHECKPOINT_POLICIES, EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.scheduler.prefill import cut_blocks
-from tests.scheduler.null_model import FULL, Runner, request, state, window
+from tests.scheduler.null_model import FULL, Runner, mix, request, state, window
 
 HYBRID = (FULL, state())
 
@@ -308,3 +310,47 @@ def test_windows_states_and_pages_together():
     for i in range(40):
         truth = runner.model.truths[f"r{i}"]
         assert runner.outputs[f"r{i}"] == truth.output
+
+
+@given(
+    kinds=st.sampled_from([(FULL, state()), (state(), state("second")), (window(9), state())]),
+    slots=st.integers(3, 30),
+    depth=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+    config=st.fixed_dictionaries(
+        {
+            "page_size": st.sampled_from([2, 8]),
+            "max_num_batched_tokens": st.integers(64, 130),
+            "max_num_seqs": st.integers(1, 6),
+            "max_partial_prefills": st.integers(1, 3),
+            "long_prefill_threshold": st.sampled_from([0, 3, 40]),
+            "checkpoint_policy": st.sampled_from(CHECKPOINT_POLICIES),
+            "checkpoint_interval": st.integers(1, 80),
+            "max_states_per_path": st.integers(0, 4),
+            "replay": st.sampled_from(["tolerant", "exact"]),
+            "serial_weight": st.sampled_from([1.0, 1.1, 7.5]),
+            "prefill_deadline": st.integers(0, 3),
+        }
+    ),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_configuration_keeps_right_states(kinds, slots, depth, seed, config):
+    """Prompts with common beginnings, breakpoints and siblings; the tree is checked after every round."""
+    pools = tuple(slots if kind.scope == "state" else 160 for kind in kinds)
+    runner = Runner(kinds, pools, 200, depth=depth, **config)
+    rng = random.Random(mix(seed))
+    requests = []
+    for i in range(12):
+        prompt = [5] * rng.randint(0, 90) + [rng.randrange(3) for _ in range(rng.randint(1, 60))]
+        marks = tuple(rng.randint(1, len(prompt)) for _ in range(rng.randrange(4)))
+        group = rng.choice([None, None, "g"])
+        requests.append(
+            request(f"r{i}", prompt, rng.randint(0, 20), breakpoints=marks, group=group)
+        )
+        runner.add(requests[-1])
+        runner.round()
+        partial = [s for s in runner.scheduler._running.prefilling() if s.scheduled]
+        assert len(partial) <= runner.config.max_partial_prefills
+    runner.drain()
+    for req in requests:
+        runner.expect(req)
