@@ -72,7 +72,7 @@ def test_any_split_any_hit_any_neighbour(
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [100, 256])
 def test_any_budget(family: Family, jobs: list[Job], truth: dict[str, Answer], budget: int) -> None:
-    llm = family.engine(max_num_batched_tokens=budget, max_num_seqs=3)
+    llm = family.engine(max_num_batched_tokens=budget)
     for turn in range(2):
         assert_same(serve(llm, jobs, seed=turn), truth)
 
