@@ -7,6 +7,7 @@ prints `describe()`. Every op takes impl="auto" | "reference" | "native" (a stat
 from pallas_kernels.dispatch import describe, fallbacks, get_impl, set_impl
 from pallas_kernels.ops import (
     grouped_matmul,
+    head_matmul,
     index_select,
     kv_write,
     latent_attention,
@@ -38,6 +39,7 @@ __all__ = [
     "fallbacks",
     "get_impl",
     "grouped_matmul",
+    "head_matmul",
     "index_select",
     "kv_write",
     "latent_attention",

@@ -262,6 +262,18 @@ def grouped_matmul(
     return reference.grouped_matmul(x, w, sizes, dtype)
 
 
+def head_matmul(x: jax.Array, w: jax.Array, *, impl: Impl = "auto") -> jax.Array:
+    """[T, H, N]: head h of x[T, H, K] @ w[h] of w[H, K, N], sums in float32, in x's dtype."""
+    if x.ndim != 3 or w.ndim != 3 or x.shape[1:] != w.shape[:2]:
+        raise ValueError(f"x{x.shape} and w{w.shape} do not fit: give x[T, H, K] and w[H, K, N]")
+    if choose("head_matmul", impl, x, w) == "reference":
+        return reference.head_matmul(x, w)
+    tokens, heads, dim = x.shape
+    sizes = jnp.full(heads, tokens, jnp.int32)
+    out = native.grouped_matmul(x.swapaxes(0, 1).reshape(-1, dim), w, sizes)
+    return out.reshape(heads, tokens, -1).swapaxes(0, 1)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, impl: Impl = "auto") -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, cast to x's dtype.
 

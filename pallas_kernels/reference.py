@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 # Keys that one step of the online softmax covers. Fixed: it decides the order of the sums.
 CHUNK = 128
+GROUP = 16  # rows of a group that are multiplied at once
 # maximum, total, weighted values, poisoned
 Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 _LOWEST = -1e30  # a running maximum that is finite, so that exp(m - m) is 1 and never NaN
@@ -200,9 +201,33 @@ def matmul_t(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """See ops.grouped_matmul."""
-    out = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-    return out.astype(out_dtype)
+    """See ops.grouped_matmul. Blocks of rows of one group, one after the other: jax.lax.ragged_dot multiplies
+    every row with the weights of all groups but on TPUs."""
+    rows, groups = len(x), len(w)
+    after = jnp.cumsum(sizes)
+    first, blocks = after - sizes, -(-sizes // GROUP)
+    last_block = jnp.cumsum(blocks)
+    first_block = last_block - blocks
+    count = rows // GROUP + min(groups, rows)  # as many as there may be
+    block = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last_block, block, side="right"), groups - 1)
+    start = first[group] + (block - first_block[group]) * GROUP
+    row = start[:, None] + jnp.arange(GROUP, dtype=jnp.int32)
+    held = x.at[row].get(mode="fill", fill_value=0)
+
+    def product(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.matmul(args[0], w[args[1]], preferred_element_type=jnp.float32)
+
+    out = jax.lax.map(product, (held, group)).astype(out_dtype).reshape(-1, w.shape[2])
+    row = jnp.arange(rows)
+    own = jnp.minimum(jnp.searchsorted(after, row, side="right"), groups - 1)
+    place = jnp.where(row < after[-1], first_block[own] * GROUP + row - first[own], len(out))
+    return out.at[place].get(mode="fill", fill_value=0)
+
+
+def head_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """See ops.head_matmul."""
+    return jnp.einsum("thd,hdf->thf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -60,6 +60,18 @@ def test_reference_matches_float64(sizes, k, n):
     check(*draw(sizes, k, n), "reference")
 
 
+@pytest.mark.parametrize("sizes", [[1] * 70, [16, 0, 17, 33, 0], [0, 0, 200]])
+def test_reference_at_the_rims_of_its_blocks(sizes):
+    check(*draw(sizes, 9, 6), "reference")
+
+
+def test_reference_multiplies_a_row_with_one_group():
+    """Its temporary memory is that of the rows, not of rows times groups."""
+    x, w, sizes = draw([16] * 64, 128, 128)
+    memory = _jitted.lower(x, w, sizes, "reference").compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 6 * x.nbytes
+
+
 SIZES = [3, 0, 1, 40, 0, 0, 7, 1, 2, 10]
 
 
