@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.layers.attention import attend
+from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.rope import apply_rope
+from jaxinfer.layers.scale import rounded
 from jaxinfer.model_config import LayerConfig, ModelConfig
 from jaxinfer.models.parts import Cache, Mixer, Pairs, Params, Tap, View, norm, pair
 
@@ -112,8 +114,9 @@ def grown(q: jax.Array, c: ModelConfig, view: View) -> jax.Array:
     beta, length = c.query_growth
     if not beta:
         return q
-    growth = 1.0 + beta * jnp.log1p(jnp.floor(view.batch.positions / length))
-    return q * growth[:, None, None].astype(q.dtype)
+    turns = jnp.floor(view.batch.positions / length)
+    growth = 1.0 + rounded(beta * alone(jnp.log1p, turns[:, None]))
+    return q * growth[:, :, None].astype(q.dtype)
 
 
 MIXER = Mixer(pairs, kinds, apply)

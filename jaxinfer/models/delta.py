@@ -15,16 +15,14 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.configs.delta import DeltaConfig, KdaConfig
-from jaxinfer.layers.batch import StateBatch
 from jaxinfer.layers.conv import convolve
 from jaxinfer.layers.delta import bounded_decay, decay, recur, state_fields
 from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.model_config import LayerConfig, ModelConfig
-from jaxinfer.models.parts import Cache, Mixer, Pair, Pairs, Params, Tap, View, pair
+from jaxinfer.models.parts import STATE, Cache, Mixer, Pair, Pairs, Params, Tap, View, pair
 
-KIND = "state"
 _L2_EPS = 1e-6
 _SOURCES = {
     "grouped": ("in_proj_qkvz", "in_proj_ba"),
@@ -66,7 +64,7 @@ def kinds(c: ModelConfig, layer: LayerConfig, dtype: str) -> tuple[CacheSpec, ..
         replay=c.replay,
     )
     conv = Field("conv", (m.kernel - 1, m.channels), dtype)
-    return (CacheSpec(KIND, Scope.STATE, (), (conv, *fields)),)
+    return (CacheSpec(STATE, Scope.STATE, (), (conv, *fields)),)
 
 
 def apply(
@@ -109,7 +107,7 @@ def _projected(y: jax.Array, m: DeltaConfig) -> tuple[jax.Array, ...]:
 
 
 def kda_pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
-    """in [D, 3 H d + 2 d + H] (q, k, v, the ranks of f and g, b), f and g [d, H d], conv [3 H d, K],
+    """in [D, 3 H d + 2 d + H] (q, k, v, the ranks of f and g, b), f and g [d, H d], conv f32[3 H d, K],
     A_log f32[H], dt_bias f32[H d], delta_norm [d], out [H d, D]."""
     m, at, d = _kda(layer), prefix + c.names.attn, c.hidden_size
     wide = m.heads * m.head_dim
@@ -122,7 +120,7 @@ def kda_pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     width = 3 * wide + 2 * m.head_dim + m.heads
     return low_rank | {
         "in": pair((d, width), ("embed", "qkv"), *(f"{at}{name}.weight" for name in first)),
-        "conv": _squeezed((3 * wide, m.kernel), *convs),
+        "conv": _squeezed((3 * wide, m.kernel), *convs, dtype="float32"),
         "A_log": _squeezed((m.heads,), f"{at}A_log", dtype="float32"),
         "dt_bias": pair((wide,), ("heads",), f"{at}dt_bias", dtype="float32"),
         "delta_norm": pair((m.head_dim,), (None,), f"{at}o_norm.weight"),
@@ -143,7 +141,7 @@ def kda_kinds(c: ModelConfig, layer: LayerConfig, dtype: str) -> tuple[CacheSpec
         m.heads, m.head_dim, m.heads, m.head_dim, by_channel=True, rule=True, replay=c.replay
     )
     conv = Field("conv", (m.kernel - 1, 3 * m.heads * m.head_dim), dtype)
-    return (CacheSpec(KIND, Scope.STATE, (), (conv, *fields)),)
+    return (CacheSpec(STATE, Scope.STATE, (), (conv, *fields)),)
 
 
 def kda_apply(
@@ -181,7 +179,7 @@ def _qkv(
     u: jax.Array, conv: jax.Array, cache: Cache, heads: tuple[int, ...], view: View
 ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
     """The cache with this step's inputs, and q, k f32[T, Hk, dk] of length dk^-0.5 and 1, v[T, Hv, dv]."""
-    pool, u = convolve(u, conv, cache["conv"], _state(view), view.batch)
+    pool, u = convolve(u, conv, cache["conv"], view.slots, view.batch)
     key_heads, dk, value_heads, dv = heads
     q, k, v = jnp.split(jax.nn.silu(u), [key_heads * dk, 2 * key_heads * dk], axis=-1)
     q, k = (x.reshape(-1, key_heads, dk).astype(jnp.float32) for x in (q, k))
@@ -203,14 +201,8 @@ def _mixed(
     names = ("q", "k", "v", "g", "beta")
     arrays = (tap(n, x.astype(jnp.float32)) for n, x in zip(names, inputs, strict=True))
     q, k, v, g, beta = arrays
-    cache, out = recur(q, k, v, g, beta, cache, _state(view), view.batch, c.replay)
+    cache, out = recur(q, k, v, g, beta, cache, view.slots, view.batch, c.replay)
     return cache, tap("mixed", out)
-
-
-def _state(view: View) -> StateBatch:
-    state = view.kinds[KIND]
-    assert isinstance(state, StateBatch)
-    return state
 
 
 def _delta(layer: LayerConfig) -> DeltaConfig:

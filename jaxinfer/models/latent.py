@@ -65,13 +65,13 @@ def _part_of_kv_b(c: ModelConfig, m: LatentConfig, attn: str, *, values: bool) -
 
 
 def _index_pairs(m: LatentConfig, index: IndexConfig, d: int, prefix: str) -> Pairs:
-    """index_q [q_rank, Hi di], index_k [D, di] and its norm, index_w f32[D, Hi]."""
+    """index_q [q_rank, Hi di], index_k [D, di] and its norm f32, index_w f32[D, Hi]."""
     q, norm = index.heads * index.dim, f"{prefix}k_norm."
     return {
         "index_q": pair((m.q_rank, q), (None, None), f"{prefix}wq_b.weight"),
         "index_k": pair((d, index.dim), ("embed", None), f"{prefix}wk.weight"),
-        "index_norm": pair((index.dim,), (None,), norm + "weight"),
-        "index_norm_bias": pair((index.dim,), (None,), norm + "bias"),
+        "index_norm": pair((index.dim,), (None,), norm + "weight", dtype="float32"),
+        "index_norm_bias": pair((index.dim,), (None,), norm + "bias", dtype="float32"),
         "index_w": pair(
             (d, index.heads), ("embed", None), f"{prefix}weights_proj.weight", dtype="float32"
         ),

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 
 from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.configs.lightning import LightningConfig
-from jaxinfer.layers.batch import StateBatch
 from jaxinfer.layers.delta import recur, state_fields
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.mlp import activate
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.model_config import LayerConfig, ModelConfig
-from jaxinfer.models.parts import Cache, Mixer, Pairs, Params, Tap, View, pair
-
-KIND = "state"
+from jaxinfer.models.parts import STATE, Cache, Mixer, Pairs, Params, Tap, View, pair
 
 
 def pairs(c: ModelConfig, _layer: LayerConfig, prefix: str) -> Pairs:
@@ -36,7 +33,7 @@ def pairs(c: ModelConfig, _layer: LayerConfig, prefix: str) -> Pairs:
 def kinds(c: ModelConfig, _layer: LayerConfig, _dtype: str) -> tuple[CacheSpec, ...]:
     sizes = (c.num_heads, c.head_dim, c.num_heads, c.head_dim)
     fields = state_fields(*sizes, by_channel=False, rule=False, replay=c.replay)
-    return (CacheSpec(KIND, Scope.STATE, (), fields),)
+    return (CacheSpec(STATE, Scope.STATE, (), fields),)
 
 
 def apply(
@@ -48,14 +45,14 @@ def apply(
     view: View,
     tap: Tap,
 ) -> tuple[Cache, jax.Array, dict[str, jax.Array]]:
-    m, state = layer.mixer, view.kinds[KIND]
-    assert isinstance(m, LightningConfig) and isinstance(state, StateBatch)
+    m = layer.mixer
+    assert isinstance(m, LightningConfig)
     qkv = activate(linear(h, weights["qkv"]), c.activation)
     q, k, v = jnp.split(qkv.reshape(len(h), c.num_heads, -1).astype(jnp.float32), 3, axis=-1)
     q, k, v = tap("q", q), tap("k", k), tap("v", v)
     slopes = jnp.asarray(m.slopes(c.num_heads), jnp.float32)
     g = jnp.broadcast_to(-slopes, (len(h), c.num_heads))
-    cache, out = recur(q, k, v, g, None, cache, state, view.batch, c.replay)
+    cache, out = recur(q, k, v, g, None, cache, view.slots, view.batch, c.replay)
     out = tap("mixed", out).reshape(len(h), -1).astype(h.dtype)
     out = rms_norm(out, weights["full_norm"], m.eps, "A")
     out = jax.nn.sigmoid(linear(h, weights["gate"])) * out

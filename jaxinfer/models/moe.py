@@ -31,22 +31,21 @@ def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
     router = moe.router
     e, exact = router.experts, "float32" if router.exact else None
     inner, own = moe.width * (1 + moe.activation.gated), moe.latent or d
-    name = prefix + moe.router_name
+    name, side = prefix + moe.router_name, None if moe.latent else "embed"
     out = {
         "router": pair((d, e), ("embed", None), f"{name}.weight", dtype=exact),
-        "expert_up": _expert_pair((e, own, inner), ("expert", "embed", "mlp"), moe.up, prefix),
-        "expert_down": _expert_pair(
-            (e, moe.width, own), ("expert", "mlp", "embed"), moe.down, prefix
-        ),
+        "expert_up": _expert_pair((e, own, inner), ("expert", side, "gate_up"), moe.up, prefix),
+        "expert_down": _expert_pair((e, moe.width, own), ("expert", "mlp", side), moe.down, prefix),
     }
     if router.bias:
         out["router_bias"] = pair((e,), (None,), f"{name}.bias", dtype=exact)
     if router.correction:
         correction = prefix + moe.correction_name
         out["correction"] = pair((e,), (None,), correction, dtype="float32")
-    for leaf, width, source in zip(("up", "down"), (inner, own), moe.bias, strict=False):
-        axes = ("expert", "mlp" if leaf == "up" else "embed")
-        out[f"expert_{leaf}_bias"] = pair((e, width), axes, prefix + source, transpose=False)
+    ends = (("up", inner, "gate_up"), ("down", own, side))
+    for (leaf, width, axis), source in zip(ends, moe.bias, strict=False):
+        shape, axes = (e, width), ("expert", axis)
+        out[f"expert_{leaf}_bias"] = pair(shape, axes, prefix + source, transpose=False)
     if moe.latent:
         names = [f"{prefix}{name}.weight" for name in moe.latent_names]
         out["latent_in"] = pair((d, own), ("embed", None), names[0])
@@ -61,7 +60,7 @@ def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
 
 
 def _expert_pair(
-    shape: tuple[int, ...], axes: tuple[str, ...], stored: tuple[Stored, ...], prefix: str
+    shape: tuple[int, ...], axes: tuple[str | None, ...], stored: tuple[Stored, ...], prefix: str
 ) -> Pair:
     """A leaf of all experts, from whichever of the stored forms a file has."""
     first, *others = (_stored_pair(shape, axes, form, prefix) for form in stored)
@@ -69,7 +68,9 @@ def _expert_pair(
     return spec, replace(rule, others=tuple(other for _, other in others))
 
 
-def _stored_pair(shape: tuple[int, ...], axes: tuple[str, ...], form: Stored, prefix: str) -> Pair:
+def _stored_pair(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], form: Stored, prefix: str
+) -> Pair:
     names = [prefix + name for name in form.names]
     if "{e}" not in form.names[0]:
         return pair(shape, axes, *names, transpose=not form.turned)

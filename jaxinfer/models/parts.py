@@ -23,6 +23,7 @@ Cache = dict[str, jax.Array]
 Tap = Callable[[str, jax.Array], jax.Array]
 Pair = tuple[ParamSpec, WeightRule]
 Pairs = dict[str, Pair]
+STATE = "state"  # name of the one STATE kind that a recurrent model has
 
 
 @struct.dataclass
@@ -44,6 +45,13 @@ class View:
         """The paged kind of that name."""
         kind = self.kinds[name]
         assert isinstance(kind, KindBatch)
+        return kind
+
+    @property
+    def slots(self) -> StateBatch:
+        """The slots of the kind STATE."""
+        kind = self.kinds[STATE]
+        assert isinstance(kind, StateBatch)
         return kind
 
 

@@ -10,14 +10,11 @@ import jax.numpy as jnp
 
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.configs.shortconv import ShortConvConfig
-from jaxinfer.layers.batch import StateBatch
 from jaxinfer.layers.conv import convolve
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.scale import rounded
 from jaxinfer.model_config import LayerConfig, ModelConfig
-from jaxinfer.models.parts import Cache, Mixer, Pairs, Params, Tap, View, pair
-
-KIND = "state"
+from jaxinfer.models.parts import STATE, Cache, Mixer, Pairs, Params, Tap, View, pair
 
 
 def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
@@ -37,7 +34,7 @@ def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
 
 def kinds(c: ModelConfig, layer: LayerConfig, dtype: str) -> tuple[CacheSpec, ...]:
     field = Field("conv", (_conv(layer).kernel - 1, c.hidden_size), dtype)
-    return (CacheSpec(KIND, Scope.STATE, (), (field,)),)
+    return (CacheSpec(STATE, Scope.STATE, (), (field,)),)
 
 
 def apply(
@@ -49,11 +46,10 @@ def apply(
     view: View,
     tap: Tap,
 ) -> tuple[Cache, jax.Array, dict[str, jax.Array]]:
-    m, state = _conv(layer), view.kinds[KIND]
-    assert isinstance(state, StateBatch)
+    m = _conv(layer)
     b, c, x = jnp.split(linear(h, weights["in"], weights.get("in_bias")), 3, axis=-1)
     inputs = tap("conv_in", rounded(b * x))
-    pool, y = convolve(inputs, weights["conv"], cache["conv"], state, view.batch)
+    pool, y = convolve(inputs, weights["conv"], cache["conv"], view.slots, view.batch)
     y = tap("conv_out", y + weights["conv_bias"] if m.bias else y)
     out = linear(c * y, weights["out"], weights.get("out_bias"))
     return cache | {"conv": pool}, out, view.shared

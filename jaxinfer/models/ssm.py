@@ -14,17 +14,15 @@ import numpy as np
 
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.configs.ssm import ParallelConfig, SsmConfig
-from jaxinfer.layers.batch import StateBatch
 from jaxinfer.layers.conv import convolve
 from jaxinfer.layers.delta import recur, state_fields
+from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.scale import rounded, scaled
 from jaxinfer.layers.ssm import gated_norm, skip, time_steps
 from jaxinfer.model_config import LayerConfig, ModelConfig
 from jaxinfer.models import attention
-from jaxinfer.models.parts import Cache, Mixer, Pairs, Params, Tap, View, pair
-
-KIND = "state"
+from jaxinfer.models.parts import STATE, Cache, Mixer, Pairs, Params, Tap, View, pair
 
 
 def pairs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Pairs:
@@ -58,7 +56,7 @@ def kinds(c: ModelConfig, layer: LayerConfig, dtype: str) -> tuple[CacheSpec, ..
     fields = state_fields(
         m.groups, m.state, m.heads, m.head_dim, by_channel=False, rule=False, replay=c.replay
     )
-    return (CacheSpec(KIND, Scope.STATE, (), (conv, *fields)),)
+    return (CacheSpec(STATE, Scope.STATE, (), (conv, *fields)),)
 
 
 def apply(
@@ -70,8 +68,7 @@ def apply(
     view: View,
     tap: Tap,
 ) -> tuple[Cache, jax.Array, dict[str, jax.Array]]:
-    m, state = _ssm(layer), view.kinds[KIND]
-    assert isinstance(state, StateBatch)
+    m, state = _ssm(layer), view.slots
     z, u, dt = _projected(h, weights, m)
     pool, u = convolve(u, weights["conv"], cache["conv"], state, view.batch)
     cache = cache | {"conv": pool}
@@ -81,7 +78,7 @@ def apply(
     b = tap("B", b.reshape(len(h), m.groups, m.state))
     k = tap("C", k.reshape(len(h), m.groups, m.state))
     dt = tap("dt", time_steps(dt, weights["dt_bias"], m.limits))
-    g = -jnp.exp(weights["A_log"]) * dt
+    g = -alone(jnp.exp, weights["A_log"][None]) * dt
     cache, y = recur(k, b, x * dt[..., None], g, None, cache, state, view.batch, c.replay)
     y = tap("mixed", skip(y, x, weights["skip"])).reshape(len(h), -1)
     norm = weights.get("gate_norm")
