@@ -15,10 +15,11 @@ class Node:
 
     pages[k] is the page of kind k that holds its entries (0: evicted, WINDOW kinds only); of a STATE
     kind the checkpoint slot with the state at the position where the node ends (0: none).
-    `hash` names it in events; 0 until a listener has heard of it.
+    `hash` names it in events; 0 until a listener has heard of it. `spared`: someone declared a breakpoint at
+    its end.
     """
 
-    __slots__ = ("attached", "children", "hash", "key", "pages", "parent")
+    __slots__ = ("attached", "children", "hash", "key", "pages", "parent", "spared")
 
     def __init__(self, parent: Node | None, key: tuple, pages: list[int]) -> None:
         self.parent = parent
@@ -27,6 +28,7 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.attached = True
         self.hash = 0
+        self.spared = False
 
 
 def path_to(node: Node) -> list[Node]:

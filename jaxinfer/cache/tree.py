@@ -14,7 +14,7 @@ never longer.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.cache.events import (
     AllBlocksCleared,
@@ -138,14 +138,15 @@ class PrefixTree(Ledger):
         tokens: Sequence[int],
         length: int,
         held: Held,
-        spared: Container[int] = (),
+        spared: Iterable[int] = (),
     ) -> list[tuple[int, int]]:
         """Publish what the first `length` tokens left, whose entries have been computed.
 
         These are their full pages and the pending checkpoints up to there. Where the tree has a page
         already, `held` is rewritten to it; where it has a checkpoint, ours is given up. Returns the
         (kind, sequence page) pairs that were rewritten. Beyond max_states the shallowest checkpoints
-        above a new one go, but none in use, at a branch point or at one of the `spared` positions.
+        above a new one go, but none in use, at a branch point or at a position that this or an earlier
+        publication gave as `spared`.
         """
         if held.node is None or not held.node.attached:  # never inserted, or the tree was cleared
             held.node, held.depth = None, 0
@@ -159,8 +160,11 @@ class PrefixTree(Ledger):
         if ready:
             assert held.node is not None
             path = path_to(held.node)
+            for position in spared:
+                if self.page_size <= position <= held.depth * self.page_size:
+                    path[position // self.page_size - 1].spared = True
             for position, slots in ready:
-                self._publish(path[: position // self.page_size], slots, spared)
+                self._publish(path[: position // self.page_size], slots)
             del held.pending[: len(ready)]
         return rewritten
 
@@ -223,7 +227,7 @@ class PrefixTree(Ledger):
                 rewritten.append((kind, index))
                 self._counters[kind].duplicates += 1
 
-    def _publish(self, path: list[Node], slots: list[int], spared: Container[int]) -> None:
+    def _publish(self, path: list[Node], slots: list[int]) -> None:
         """Give the sequence's reference to checkpoints at the end of `path` to the tree, or give it up."""
         node = path[-1]
         for kind in self.state_kinds:
@@ -238,16 +242,16 @@ class PrefixTree(Ledger):
                 self._idle[kind][slot] = node
             counters.published += 1
             if self.max_states:
-                self._thin(path, kind, spared)
+                self._thin(path, kind)
 
-    def _thin(self, path: list[Node], kind: int, spared: Container[int]) -> None:
+    def _thin(self, path: list[Node], kind: int) -> None:
         """Drop the shallowest checkpoints above the end of `path` until max_states are left on it."""
-        marked = [(depth, node) for depth, node in enumerate(path, 1) if node.pages[kind]]
+        marked = [node for node in path if node.pages[kind]]
         excess = len(marked) - self.max_states
-        for depth, node in marked[:-1]:
+        for node in marked[:-1]:
             if excess <= 0:
                 break
-            inner = len(node.children) < 2 and depth * self.page_size not in spared
+            inner = len(node.children) < 2 and not node.spared
             if inner and node.pages[kind] in self._idle[kind]:
                 self._drop_page(node, kind)
                 self._counters[kind].thinned += 1

@@ -30,13 +30,15 @@ def start(tree: PrefixTree, tokens: list[int], hit: int | None = None) -> Held:
     return held
 
 
-def compute(tree: PrefixTree, tokens: list[int], *checkpoints: int) -> Held:
+def compute(
+    tree: PrefixTree, tokens: list[int], *checkpoints: int, spared: tuple[int, ...] = ()
+) -> Held:
     """One prefill step over all tokens that keeps these checkpoints, committed."""
     held = start(tree, tokens)
     for position in checkpoints:
         assert tree.reserve_checkpoint(held, position) is not None
     tree.settle_source(held)
-    tree.insert(NS, tokens, len(tokens), held)
+    tree.insert(NS, tokens, len(tokens), held, spared)
     return held
 
 
@@ -284,10 +286,10 @@ def test_pages_that_fail_after_the_slots_were_given_lose_none():
 def test_a_path_keeps_at_most_max_states():
     """The shallowest go, but none that is to be spared; the deepest stays whatever the limit."""
     tree = make("t s", max_states=2)
-    held = start(tree, TOKENS[:25])
-    assert all(tree.reserve_checkpoint(held, position) for position in (4, 8, 16, 24))
-    tree.insert(NS, TOKENS, 24, held, spared={4, 20})
+    tree.release(compute(tree, TOKENS[:25], 4, 8, 16, 24, spared=(0, 3, 4, 20, 99)))
     assert marks(tree) == [4, 24]
+    leave(tree, TOKENS[:33], 28, 32)
+    assert marks(tree) == [4, 32]  # another one's states don't drive out what one has declared
     tree = make("t s", max_states=2)
     leave(tree, TOKENS[:29], 4, 8, 16, 24, 28)
     assert marks(tree) == [24, 28] and tree.counters(1).thinned == 3
