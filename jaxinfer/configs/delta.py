@@ -64,13 +64,11 @@ class KdaConfig(MixerConfig):
 
     Attributes:
         heads, head_dim: of q, k and v alike. kernel: taps of the convolutions.
-        lower: 0: the decay is exp(-exp(A) softplus(f + bias)); else exp(lower sigmoid(exp(A) (f + bias))).
     """
 
     heads: int
     head_dim: int
     kernel: int
-    lower: float = 0.0
 
 
 _LINEAR, _FULL = "linear_attention", "full_attention"

@@ -81,12 +81,6 @@ def decay(x: jax.Array, bias: jax.Array, rate: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(-alone(jnp.exp, rate[None]) * kept)
 
 
-def bounded_decay(x: jax.Array, bias: jax.Array, rate: jax.Array, lower: float) -> jax.Array:
-    """lower sigmoid(e^rate (x + bias)): the same, never below `lower`."""
-    kept = alone(jax.nn.sigmoid, alone(jnp.exp, rate[None]) * (x + bias))
-    return jax.lax.optimization_barrier(lower * kept)
-
-
 def _cut(inputs: tuple[Any, ...], tokens: slice, blocks: int, block: int) -> tuple[Any, ...]:
     """The region `tokens` of each input that there is, as [blocks, block, ...]."""
     regions = (None if x is None else x[tokens] for x in inputs)

@@ -16,7 +16,7 @@ import pallas_kernels
 from jaxinfer.cache.spec import CacheSpec, Field, Scope
 from jaxinfer.configs.delta import DeltaConfig, KdaConfig
 from jaxinfer.layers.conv import convolve
-from jaxinfer.layers.delta import bounded_decay, decay, recur, state_fields
+from jaxinfer.layers.delta import decay, recur, state_fields
 from jaxinfer.layers.elementwise import alone
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.norm import rms_norm
@@ -161,18 +161,13 @@ def kda_apply(
     f, gate = linear(f, weights["f"]), linear(gate, weights["g"])
     cache, q, k, v = _qkv(u, weights["conv"], cache, heads * 2, view)
     beta = alone(jax.nn.sigmoid, b.astype(jnp.float32))
-    g = _decay(f.astype(jnp.float32), weights, m).reshape(len(h), *heads)
+    rate = jnp.repeat(weights["A_log"], m.head_dim)
+    g = decay(f.astype(jnp.float32), weights["dt_bias"], rate).reshape(len(h), *heads)
     cache, out = _mixed((q, k, v, g, beta), cache, c, view, tap)
     norm = weights["delta_norm"].astype(jnp.float32)
     gate = jax.nn.sigmoid(gate.reshape(out.shape).astype(jnp.float32))
     out = rms_norm(out.astype(h.dtype).astype(jnp.float32), norm, c.norm_eps, "A") * gate
     return cache, linear(out.astype(h.dtype).reshape(len(h), -1), weights["out"]), view.shared
-
-
-def _decay(f: jax.Array, weights: Params, m: KdaConfig) -> jax.Array:
-    """Logarithm of the decay of each channel, f32[T, H d]."""
-    bias, rate = weights["dt_bias"], jnp.repeat(weights["A_log"], m.head_dim)
-    return bounded_decay(f, bias, rate, m.lower) if m.lower else decay(f, bias, rate)
 
 
 def _qkv(

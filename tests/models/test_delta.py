@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.configs.delta import KdaConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
@@ -268,9 +267,7 @@ def gated_delta(
     return out.reshape(count, -1)
 
 
-def kda(
-    x: np.ndarray, w: dict[str, np.ndarray], raw: dict[str, Any], lower: float = 0.0
-) -> np.ndarray:
+def kda(x: np.ndarray, w: dict[str, np.ndarray], raw: dict[str, Any]) -> np.ndarray:
     """Kimi Delta Attention of x[T, D] in float64; models.md 4.18."""
     shape = (len(x), raw["linear_num_heads"], raw["linear_head_dim"])
     q, k, v = (
@@ -279,7 +276,7 @@ def kda(
     )
     f, gate = (x @ w[f"{n}_a_proj.weight"].T @ w[f"{n}_b_proj.weight"].T for n in "fg")
     f, rate = (f + w["dt_bias"]).reshape(shape), np.exp(w["A_log"].reshape(-1, 1))
-    g = lower * sigmoid(rate * f) if lower else -rate * np.log1p(np.exp(f))
+    g = -rate * np.log1p(np.exp(f))
     beta = sigmoid(x @ w["b_proj.weight"].T)
     out = delta_rule(unit(q) * shape[2] ** -0.5, unit(k), v, g, beta)
     out = rms(out, w["o_norm.weight"], raw["rms_norm_eps"]) * sigmoid(gate.reshape(shape))
@@ -312,26 +309,6 @@ def test_full_width(case: str, truth: Callable[..., np.ndarray]) -> None:
         assert np.abs(np.concatenate(seen) - exact).max() < 2e-5 * np.abs(exact).max()
         short = np.stack(sequence.logits[: len(recording.prompt)])
         assert np.abs(short - recording.logits).max() < TOLERANCE
-
-
-def test_bounded_decay() -> None:
-    """The form of later families, exp(-5 sigmoid(...)), against float64."""
-    config, params, recording = model("kimi_linear")
-    raw, tensors, _ = load_case("kimi_linear")
-    start = "model.layers.0.self_attn."
-    weights = {
-        k.removeprefix(start): v.astype(np.float64) for k, v in tensors.items() if start in k
-    }
-    layers = (
-        dataclasses.replace(x, mixer=dataclasses.replace(x.mixer, lower=-5.0))
-        if isinstance(x.mixer, KdaConfig)
-        else x
-        for x in config.layers
-    )
-    driver = Driver(dataclasses.replace(config, layers=tuple(layers)), params, 0, 3)
-    driver.step([], [(Sequence(0, recording.prompt, 41), 41)])
-    expected = kda(driver.taps["layers.0.attn_in"][:41].astype(np.float64), weights, raw, -5.0)
-    assert np.abs(driver.taps["layers.0.attn_out"][:41] - expected).max() < 1e-5
 
 
 OLMO: dict[str, Any] = {
