@@ -1,6 +1,6 @@
 """Admission: which waiting sequences start in a step.
 
-In the order of the policy, as long as slots, budget and pages last. A sequence is let in when its
+In the order of the policy, as long as rows, budget, pages and state slots last. A sequence is let in when its
 whole prompt fits beside what the running ones will need next. Never preempts. Called by the scheduler.
 """
 

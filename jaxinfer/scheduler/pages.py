@@ -18,7 +18,7 @@ from jaxinfer.types import Request
 
 
 class Pages:
-    """The pools and the tree of one engine, in tokens."""
+    """The pools and the tree of one engine, in tokens. num_pages: pages of each kind's pool, of STATE kinds slots."""
 
     def __init__(
         self, config: EngineConfig, specs: Seq[CacheSpec], num_pages: Seq[int], max_model_len: int

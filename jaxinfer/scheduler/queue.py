@@ -1,4 +1,4 @@
-"""WaitingQueue: sequences that wait for a slot, in the order of the policy; and groups of siblings.
+"""WaitingQueue: sequences that wait for a row, in the order of the policy; and groups of siblings.
 
 A preempted sequence keeps the place of its arrival, so it goes before all that never ran. Never
 looks at pages. Called by the admission and the scheduler.

@@ -1,6 +1,7 @@
-"""RowStore: the int32 records of all slots, kept up to date so that a decode round is one copy.
+"""RowStore: the int32 records of all row slots, kept up to date so that a decode round is one copy.
 
-A record says what the slot's next step feeds (layout.py). While a sequence decodes its record is
+Slots here are those of running sequences, never those of recurrent states, of which a record only holds
+the numbers. A record says what the slot's next step feeds (layout.py). While a sequence decodes its record is
 the only place that knows its next position and output index: they advance for all rows at once.
 Never decides anything. Called by the scheduler.
 """

@@ -1,4 +1,4 @@
-"""Running: the sequences that hold a slot and pages, by what their next step feeds.
+"""Running: the sequences that hold a row slot and pages, by what their next step feeds.
 
 Keeps the decoding ones in an order that changes only when one joins or leaves, so that a decode
 round needs no Python work for each row. Never touches pages. Called by the scheduler.

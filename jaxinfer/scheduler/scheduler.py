@@ -391,7 +391,7 @@ class Scheduler:
         assert len(running) + len(self._waiting) == len(self._sequences)
         slots = [s.slot for s in running]
         assert 0 not in slots and len(set(slots)) == len(slots)
-        assert len(slots) + self._rows.free == self.config.rows, "a slot leaked"
+        assert len(slots) + self._rows.free == self.config.rows, "a row slot leaked"
         for sequence in self._sequences.values():
             assert sequence.running or sequence in self._waiting
         assert self._deadlines.keys() <= self._sequences.keys()

@@ -31,7 +31,8 @@ class Sequence:
         order: number of its arrival; with the priority it ranks running sequences.
         tokens: prompt, then the output tokens that commits have brought.
         limit: output tokens that it may reach (max_tokens, model length, size of the pool).
-        slot: slot of its sampling state and last token while running, else 0.
+        slot: its row slot while running, else 0: where its record, sampling state and last token stand. The
+            slots of its recurrent states are others, see `held`.
         scheduled: tokens whose entries have been planned (kept up during prefill only; see RowStore).
         inflight: planned steps with a row of this sequence that are not committed yet.
         preempted: it has lost its pages at least once and goes to the front of the queue.

@@ -1,6 +1,7 @@
 """DeviceState: everything that lives on the device between steps, one pytree donated as one argument.
 
-Only the engine core may hold one. Slot 0 and page 0 belong to padding rows: written, never read for real.
+Only the engine core may hold one. Row slot 0, page 0 and state slot 0 are for padding: written, never
+read for real.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class DeviceState:
     Attributes:
         caches: for each model layer, its arrays by field name: [num_pages, heads, page_size / unit, head_dim]
             of paged kinds, [slots, ...] of STATE kinds.
-        last_token: i32[slots + 1] token that a decode row feeds next.
-        counts: i32[slots + 1, vocab] PROMPT_BIT, BAN_BIT and the number of times generated.
-        bias: f32[slots + 1, vocab] added to the logits of rows flagged BIAS.
+        last_token: i32[rows + 1] token that a row slot's sequence feeds next.
+        counts: i32[rows + 1, vocab] PROMPT_BIT, BAN_BIT and the number of times generated.
+        bias: f32[rows + 1, vocab] added to the logits of rows flagged BIAS.
     """
 
     caches: list[dict[str, jax.Array]]
@@ -54,17 +55,17 @@ def cache_shapes(
 
 def create_state(
     specs: tuple[CacheSpec, ...],
-    num_pages: tuple[int, ...],
+    counts: tuple[int, ...],
     page_size: int,
-    slots: int,
+    rows: int,
     vocab_size: int,
     layers: int,
 ) -> DeviceState:
-    """A fresh state, all zeros."""
-    shapes = cache_shapes(specs, num_pages, page_size, layers)
+    """A fresh state, all zeros; counts: pages or slots of each kind, rows: sequences that run at once."""
+    shapes = cache_shapes(specs, counts, page_size, layers)
     return DeviceState(
         caches=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-        last_token=jnp.zeros((slots + 1,), jnp.int32),
-        counts=jnp.zeros((slots + 1, vocab_size), jnp.int32),
-        bias=jnp.zeros((slots + 1, vocab_size), jnp.float32),
+        last_token=jnp.zeros((rows + 1,), jnp.int32),
+        counts=jnp.zeros((rows + 1, vocab_size), jnp.int32),
+        bias=jnp.zeros((rows + 1, vocab_size), jnp.float32),
     )
