@@ -1,6 +1,6 @@
 """What each supported architecture does whatever its config.json says: traits and default values.
 
-One entry a class name; model_config.py reads the rest from the file. Adding a dense decoder means
+One entry a class name; configs/ reads the rest from the file. Adding a dense decoder means
 adding an entry here and a recording under tests/reference. Pure data; imports no JAX.
 """
 
@@ -21,7 +21,7 @@ class Architecture:
         placement: "pre" norms branch inputs, "post" branch outputs, "sandwich" both.
         qk_norm: "none", "head" (over head_dim, shared by the heads) or "full" (over all heads).
         qkv_bias, o_bias, mlp_bias: True, False, or the field that decides.
-        windows: how sliding layers are chosen, see model_config._windows.
+        windows: how sliding layers are chosen, see configs.dense._windows.
         fused: the checkpoint holds qkv_proj and gate_up_proj. partial_rope: rope may be partial.
         rope_by_type: full and sliding layers have different rope (nested rope_parameters).
         scaled_length: max_position_embeddings already contains the rope factor.
@@ -29,7 +29,7 @@ class Architecture:
         activation_field: field that names the activation.
         nested: the decoder's fields stand in text_config.
         prefix: where the decoder's tensors are. ignored: patterns of tensors to skip on purpose.
-        fields: extra fields that the class reads, see model_config.
+        fields: extra fields that the class reads, see configs/dense.py.
     """
 
     model_type: str

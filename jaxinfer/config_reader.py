@@ -1,7 +1,7 @@
 """Reader: typed access to a checkpoint's config.json that notices what nobody has read.
 
 Every field that a class reads goes through here; `check_unread` then refuses leftovers that would
-change the maths, so that no option is accepted and ignored. Used by model_config.py;
+change the maths, so that no option is accepted and ignored. Used by configs/;
 rope_config.py shares its bound.
 """
 
@@ -43,7 +43,8 @@ _INERT = frozenset(
 _MATHS = re.compile(
     r"expert|moe|router|quant|compress|alibi|mamba|ssm|conv|lora|chunk|sink|bidirection|parallel|rope|"
     r"rotary|attention|attn|norm|window|softcap|multiplier|scal|activation|hidden_act|bias|clip|"
-    r"encoder|mtp|nextn|head|layer|temperature_tuning|embed|tie_|residual|linear|position|query|logit"
+    r"encoder|mtp|nextn|head|layer|temperature_tuning|embed|tie_|residual|linear|position|query|logit|"
+    r"shared|swiglu|intermediate"
 )
 
 

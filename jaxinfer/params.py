@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+# Logical axes. A "qkv" or "gate_up" joins several parts (of unequal widths), in which "heads" and "mlp" lie
+# one after the other: a shard of it is cut out of each part.
+AXES = ("vocab", "embed", "qkv", "heads", "gate_up", "mlp", "expert")
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
@@ -12,7 +16,7 @@ class ParamSpec:
 
     Attributes:
         shape: shape on the device.
-        axes: a logical axis name (or None) for every dimension; ShardingRules map them to a mesh.
+        axes: one of AXES (or None) for every dimension; ShardingRules map them to a mesh.
         dtype: None for the engine's dtype, or a fixed one ("float32") for leaves that must not be cast.
     """
 

@@ -1,7 +1,7 @@
 """RopeConfig: the rotary embedding of one kind of layer, read from a checkpoint's config.json.
 
 Knows both spellings (rope_theta + rope_scaling, and rope_parameters, flat or nested by layer type)
-and refuses what it cannot apply. Called by model_config.py; layers/rope.py turns it into angles.
+and refuses what it cannot apply. Called by configs/; layers/rope.py turns it into angles.
 Imports no JAX.
 """
 
@@ -34,7 +34,7 @@ _COMMON_KEYS |= {"original_max_position_embeddings", "max_position_embeddings"}
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding, half-rotated: dim i turns with dim i + dims/2.
+    """Rotary embedding; which dims turn together is the mixer's to say (layers/rope.py).
 
     Attributes:
         type: one of ROPE_TYPES. theta: base. dims: leading dims of a head that are rotated (even).

@@ -249,7 +249,7 @@ def grouped_matmul(
     Args:
         sizes: i32[E]; the first sizes[0] rows are group 0's, and so on; their sum is M.
     Returns:
-        [M, N] in `out_dtype` (default: x's dtype). A row's result equals `matmul`'s with w[e].
+        [M, N] in `out_dtype` (default: x's dtype). In the native form a row has the bits of `matmul`'s.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or sizes.shape != w.shape[:1]:
         raise ValueError(

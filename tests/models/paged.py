@@ -19,7 +19,7 @@ from jaxinfer.cache.spec import CacheSpec, Scope
 from jaxinfer.layers.batch import CONTINUE, Batch, KindBatch, StateBatch
 from jaxinfer.model_config import ModelConfig
 from jaxinfer.models.registry import get_family
-from jaxinfer.params import ParamSpec, WeightRule
+from jaxinfer.params import AXES, ParamSpec, WeightRule
 from jaxinfer.step.state import cache_shapes
 
 PAGE, PAGES_PER_ROW, BLOCK = 16, 12, 16
@@ -37,7 +37,7 @@ def load(
         entries = [rule.entry(i) for i in range(rule.stack)]
         value = np.stack([joined(e) for e in entries]) if entries else joined(rule)
         assert value.shape == spec.shape, (rule, value.shape, spec.shape)
-        assert len(spec.axes) == len(spec.shape)
+        assert len(spec.axes) == len(spec.shape) and {*spec.axes} <= {*AXES, None}
         return jnp.asarray(value, spec.dtype or dtype)
 
     def joined(rule: WeightRule) -> np.ndarray:
