@@ -180,7 +180,7 @@ class Scheduler:
         """Pages for the rows that begin a page: who must sit out this step, and whose state it keeps."""
         members, slots = self._running.decoding()
         crowded = 2 * len(members) > self.config.max_num_batched_tokens
-        if crowded and self._running.starving(self._steps, self.config.prefill_deadline):
+        if self._running.starving(self._steps, self.config.prefill_deadline) and crowded:
             return set(members), []
         starts = self._rows.records[slots, RowField.START]
         stalled: set[Sequence] = set()
