@@ -79,7 +79,8 @@ _KIMI = Architecture(
     _V3,
     nested=True,
     prefix="language_model.model.",
-    ignored=(r"vision_tower\..*", r"mm_projector\..*", r"multi_modal_projector\..*"),
+    # The library's own files leave a part of the projector inside the model.
+    ignored=(r"vision_tower\..*", r"(model\.)?mm_projector\..*", r"multi_modal_projector\..*"),
 )
 _ARCHITECTURES |= dict.fromkeys(
     ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), _KIMI

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import zlib
 from dataclasses import replace
@@ -192,6 +193,8 @@ def test_composite_kimi() -> None:
     assert replace(config, **fields) == plain
     same = jax.tree.map(lambda a, b: bool((a == b).all()), load(config, tensors), params)
     assert all(jax.tree.leaves(same))
+    for name in ("mm_projector.proj.0.bias", "model.mm_projector.pre_norm.weight"):
+        assert any(re.fullmatch(pattern, name) for pattern in config.ignored)
 
 
 def test_weights_are_loaded_head_by_head(tmp_path: Path) -> None:
