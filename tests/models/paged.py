@@ -142,9 +142,10 @@ class Driver:
             else self._kind(spec, row_of, owner, positions)
             for spec in self.specs
         )
-        arrays = [jnp.asarray(a) for a in (tokens, positions, lengths, *blocks)]
-        batch = Batch(*arrays, kinds, self.rows, self.blocks, self.block)
-        return batch, places
+        tokens, positions, lengths = (jnp.asarray(a) for a in (tokens, positions, lengths))
+        row, start, length = (jnp.asarray(a) for a in blocks)
+        shape = (self.rows, self.blocks, self.block)
+        return Batch(tokens, positions, lengths, row, start, length, kinds, *shape), places
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """A sequence that has everything of `sequence` so far, in pages and slots of its own."""

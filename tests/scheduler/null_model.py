@@ -174,7 +174,8 @@ class NullModel:
                 assert slot not in owners[kind], "a checkpoint is written"
                 assert self._users.setdefault(key, sequence) is sequence, "another row's slot"
                 self._writes[key] = (position, chain[position - 1])
-            assert (slots is None and record[column + 1]) or ends[-1][1][place], "the state is lost"
+            last = ends[-1][1]
+            assert record[column + 1] if last is None else last[place], "the state is lost"
 
     def _chunks(self, plan: StepPlan):
         cursor = 0

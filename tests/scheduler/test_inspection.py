@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jaxinfer.scheduler.stats import KindStats, pool_load
@@ -51,8 +53,8 @@ def test_one_look_visits_no_more_nodes_than_asked_for():
     ("most", "depths"), [(0, [8, 16, 24, 32, 40]), (3, [24, 32, 40]), (1, [40])]
 )
 def test_a_path_keeps_the_deepest_states(most: int, depths: list[int]):
-    options = {"checkpoint_interval": 8, "max_num_batched_tokens": 8, "max_states_per_path": most}
-    runner = Runner((FULL, state()), (50, 20), 512, **options)
+    options: dict[str, Any] = {"checkpoint_interval": 8, "max_states_per_path": most}
+    runner = Runner((FULL, state()), (50, 20), 512, max_num_batched_tokens=8, **options)
     runner.add(request("r", list(range(42)), 1))
     runner.drain()
     view = runner.scheduler.inspect(100)
