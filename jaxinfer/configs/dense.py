@@ -85,8 +85,8 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """text_config of a composite model; its dtype and its quantization may stand outside."""
     text = dict(Reader(raw, {}).typed("text_config", dict) or {})
     inner = text.pop("dtype", None) or text.pop("torch_dtype", None)
-    outer = {"quantization_config": raw.get("quantization_config")}
-    return outer | text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
+    text["quantization_config"] = raw.get("quantization_config") or text.get("quantization_config")
+    return text | {"dtype": inner or raw.get("dtype") or raw.get("torch_dtype")}
 
 
 def _head_dim(reader: Reader, hidden: int, heads: int) -> int:

@@ -14,9 +14,11 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.model_config import ModelConfig
 from tests.models.families import (
     CASES,
+    COMPOSITES,
     OLD_STYLE,
     RECORDINGS,
     WIDE,
+    composite,
     load_case,
     load_config,
     write_case,
@@ -101,3 +103,16 @@ def test_values_of_any_type_are_read_or_refused(words: str) -> None:
 def test_what_cannot_be_is_refused_by_name(case: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(load_config(case) | fields)
+
+
+@pytest.mark.parametrize("case", COMPOSITES)
+def test_quantization_is_refused_wherever_it_stands(case: str) -> None:
+    """Also where the other place says that there is none."""
+    raw, given = composite(case)[0], {"quantization_config": {"quant_method": "fp8"}}
+    text = raw["text_config"]
+    for changed in (
+        raw | given | {"text_config": text | {"quantization_config": None}},
+        raw | {"quantization_config": None, "text_config": text | given},
+    ):
+        with pytest.raises(ConfigError, match="quantization_config.*fp8"):
+            ModelConfig.from_hf(changed)
