@@ -286,6 +286,7 @@ def _scales(reader: Reader, arch: Architecture, hidden: int, head_dim: int) -> d
         out["logits_scale"] = 1.0 / reader.number("logits_scaling", 1.0)
     if "llama_4_scaling_beta" in arch.fields:
         rope = Reader(reader.get("rope_parameters") or {}, {})
-        beta = rope.number("llama_4_scaling_beta", None)
-        out["query_growth"] = (beta, rope.integer("original_max_position_embeddings"))
+        if rope.get("llama_4_scaling_beta") != 0:  # 0: queries don't grow
+            beta = rope.number("llama_4_scaling_beta", None)
+            out["query_growth"] = (beta, rope.integer("original_max_position_embeddings"))
     return out
