@@ -14,15 +14,19 @@ setup: .venv/.stamp
 run: setup
 	@$(BIN)/jaxinfer generate --model smollm2-135m --chat --prompt "$(QUESTION)" --temperature 0 --max-tokens 32
 
-# Everything that runs on a CPU in minutes. The tests on real weights need the demo model: it is
-# fetched once; where it cannot be had, the rest still runs.
+# Everything that runs on a CPU in minutes: first what only computes, two files at a time, then the servers,
+# some of whose tests look at the clock. The tests on real weights need the demo model: it is fetched once;
+# where it cannot be had, the rest still runs.
 test: setup
 	@marks="not slow and not gpu and not torch and not clients"; \
 	if ! $(BIN)/python -c "from jaxinfer.weights.demo import fetch_demo; fetch_demo()"; then \
 		marks="$$marks and not demo"; \
 		echo "test: the demo model could not be fetched, so the tests marked 'demo' are left out"; \
 	fi; \
-	$(BIN)/python -m pytest -q -m "$$marks"
+	rc=0; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/serving -m "$$marks" || rc=1; \
+	$(BIN)/python -m pytest -q -m "$$marks" tests/serving || rc=1; \
+	exit $$rc
 
 # Gateways, clients, fuzzers and evaluators of other projects drive our servers: some 5 minutes after
 # 2 of installing. What this machine lacks is left out by name.
