@@ -1,0 +1,106 @@
+"""Every use of an unstable API by the GPU kernels: Mosaic GPU, its interpreter, abstract devices.
+
+The kernels say here what they mean; what a version of JAX calls it is this file's matter alone.
+Works with jax 0.11.2. Called by the kernels, by dispatch.py and by the tests; never imports a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import config
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter_state
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mosaic
+
+SMEM, Barrier, RefUnion = mosaic.SMEM, mosaic.Barrier, mosaic.RefUnion
+barrier_wait, barrier_arrive = mosaic.barrier_wait, mosaic.barrier_arrive
+commit_smem, wait_smem_to_gmem = mosaic.commit_smem, mosaic.wait_smem_to_gmem
+copy_gmem_to_smem, copy_smem_to_gmem = mosaic.copy_gmem_to_smem, mosaic.copy_smem_to_gmem
+layout_cast, set_max_registers = mosaic.layout_cast, mosaic.set_max_registers
+
+TILE = mosaic.Layout.WGMMA  # a 2-D array in a warpgroup's registers, as wgmma has it
+TILE_ROWS = TILE.reduce(1)  # one value of each of its rows
+WARPGROUP = 128
+
+
+def kernel(body: Callable[..., None], *, fast_math: bool, threads: int, **shapes: Any) -> Any:
+    """A Mosaic GPU kernel: `threads` warpgroups a block, told apart by the axis "warpgroup"."""
+    params = mosaic.CompilerParams(approx_math=fast_math)
+    return mosaic.kernel(
+        body, compiler_params=params, num_threads=threads, thread_name="warpgroup", **shapes
+    )
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the form that both TMA and wgmma take: 8 rows of 128 bytes, swizzled."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (mosaic.TilingTransform((8, columns)), mosaic.SwizzleTransform(128))
+    return SMEM(shape, dtype, transforms=transforms)
+
+
+def load(ref: Any, layout: Any = TILE) -> jax.Array:
+    """The array behind `ref`, in shared memory or not, in registers."""
+    return mosaic.load(ref, layout=layout, optimized=False)
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    """i32[shape] that counts along `axis`."""
+    return mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
+
+
+def full(shape: tuple[int, ...], value: float) -> jax.Array:
+    """float32[shape] in registers, every place `value`."""
+    return layout_cast(jnp.full(shape, value, jnp.float32), TILE if len(shape) == 2 else TILE_ROWS)
+
+
+def matmul(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
+    """float32[shape]: a @ b by wgmma; b is in shared memory, a there or in registers."""
+
+    def run(acc: Any) -> jax.Array:
+        mosaic.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(run, mosaic.ACC(shape, jnp.float32))
+
+
+def add_matmul(acc: jax.Array, a: jax.Array, b: Any, spare: Any) -> jax.Array:
+    """acc + a @ b with `a` in registers.
+
+    The interpreter knows neither that nor a start value: there `a` goes through `spare`, shared
+    memory of a's shape, which on a GPU is None.
+    """
+    if spare is not None:
+        spare[...] = a
+        commit_smem()
+        return acc + matmul(spare, b, acc.shape)  # type: ignore[arg-type]
+    return pl.run_state(lambda ref: mosaic.wgmma(ref, a, b))(mosaic.ACC.init(acc))
+
+
+def interpreted() -> bool:
+    """Whether kernels traced now run in the interpreter (see `interpreter`)."""
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+@contextmanager
+def interpreter(*, detect_races: bool = True) -> Iterator[Callable[[], bool]]:
+    """Kernels traced inside run on this CPU, slowly; yields a question: was there a race?"""
+    params = mosaic.InterpretGPUParams(detect_races=detect_races)
+    try:
+        with mosaic.force_gpu_interpret_mode(params):
+            yield lambda: bool(interpreter_state.get_races().races_found)
+    finally:
+        interpreter_state.reset_gpu_interpret_mode_state()
+
+
+@contextmanager
+def abstract_gpu(kind: str = "NVIDIA H200", cores: int = 132) -> Iterator[None]:
+    """Functions traced and lowered inside are for such a GPU, which this machine need not have."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")  # type: ignore[attr-defined]
+    mesh = jax.sharding.AbstractMesh((1,), ("gpu",), abstract_device=device)  # type: ignore[call-arg]
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
