@@ -18,22 +18,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 SMEM, Barrier, RefUnion = mosaic.SMEM, mosaic.Barrier, mosaic.RefUnion
-barrier_wait, barrier_arrive = mosaic.barrier_wait, mosaic.barrier_arrive
+barrier_wait = mosaic.barrier_wait
 commit_smem, wait_smem_to_gmem = mosaic.commit_smem, mosaic.wait_smem_to_gmem
 copy_gmem_to_smem, copy_smem_to_gmem = mosaic.copy_gmem_to_smem, mosaic.copy_smem_to_gmem
-layout_cast, set_max_registers = mosaic.layout_cast, mosaic.set_max_registers
 
 TILE = mosaic.Layout.WGMMA  # a 2-D array in a warpgroup's registers, as wgmma has it
 TILE_ROWS = TILE.reduce(1)  # one value of each of its rows
-WARPGROUP = 128
 
 
-def kernel(body: Callable[..., None], *, fast_math: bool, threads: int, **shapes: Any) -> Any:
-    """A Mosaic GPU kernel: `threads` warpgroups a block, told apart by the axis "warpgroup"."""
-    params = mosaic.CompilerParams(approx_math=fast_math)
-    return mosaic.kernel(
-        body, compiler_params=params, num_threads=threads, thread_name="warpgroup", **shapes
-    )
+def kernel(body: Callable[..., None], *, fast_math: bool, **shapes: Any) -> Any:
+    """A Mosaic GPU kernel whose blocks of threads are one warpgroup, with row reductions only."""
+    params = mosaic.CompilerParams(approx_math=fast_math, reduction_scratch_bytes=0)
+    return mosaic.kernel(body, compiler_params=params, **shapes)
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -55,7 +51,7 @@ def iota(shape: tuple[int, int], axis: int) -> jax.Array:
 
 def full(shape: tuple[int, ...], value: float) -> jax.Array:
     """float32[shape] in registers, every place `value`."""
-    return layout_cast(jnp.full(shape, value, jnp.float32), TILE if len(shape) == 2 else TILE_ROWS)
+    return mosaic.layout_cast(jnp.full(shape, value, jnp.float32), TILE if len(shape) == 2 else TILE_ROWS)
 
 
 def matmul(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:

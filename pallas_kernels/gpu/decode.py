@@ -1,8 +1,9 @@
 """Paged attention of one query a row on Hopper: split keys, TMA, wgmma, and a merge.
 
 A row's keys are cut at multiples of SPLIT positions, so what a row yields depends on that row alone,
-not on its neighbours nor on the width of the table. One block of threads takes one row, kv head and
-split: a warpgroup that fetches pages by TMA, and one that computes. `_merge` joins the splits.
+not on its neighbours nor on the width of the table. One warpgroup takes one row, kv head and split:
+it keeps the pages of the next steps on their way by TMA and computes with wgmma; several of them
+share a core, so that one computes while others wait. `_merge` joins the splits.
 Never reads an entry of the table outside the table. Called by ops.py; the contract is its own.
 """
 
@@ -145,25 +146,21 @@ def _decode(spec: Spec) -> Any:
     """
     stages, dim, bf16 = STAGES[spec.dim], spec.dim, jnp.bfloat16
     fetches = max(1, BLOCK // spec.page)
+    results = [compat.tiled((ROWS, dim), jnp.float32), compat.SMEM((ROWS,), jnp.float32)]
     scratch = {
         "q_s": compat.tiled((ROWS, dim), bf16),
-        # The result takes the keys' place once they are used up.
-        "k_or_out": compat.RefUnion(
-            compat.tiled((stages, BLOCK, dim), bf16), compat.tiled((ROWS, dim), jnp.float32)
-        ),
+        # The results take the keys' place once they are used up: two blocks fit a core.
+        "keys_or_results": compat.RefUnion(compat.tiled((stages, BLOCK, dim), bf16), results),
         "v_s": compat.tiled((stages, BLOCK, dim), bf16),
-        "lse_s": compat.SMEM((ROWS,), jnp.float32),
         "q_here": compat.Barrier(),
         "k_here": compat.Barrier(num_arrivals=fetches, num_barriers=stages),
         "v_here": compat.Barrier(num_arrivals=fetches, num_barriers=stages),
-        "used": compat.Barrier(num_barriers=stages),
         "spare": [compat.tiled((ROWS, BLOCK), bf16)] if compat.interpreted() else [],
     }
     shape = (spec.rows, spec.splits, spec.padded)
     return compat.kernel(
         partial(_decode_body, spec),
         fast_math=not spec.softcap,  # the fast tanh is too coarse for scores
-        threads=2,
         out_type=[
             jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -176,33 +173,31 @@ def _decode(spec: Spec) -> Any:
 
 
 def _decode_body(
-    spec: Spec, q, k_pool, v_pool, tables, base, start, out, lse, *, k_or_out, **scratch
+    spec: Spec, q, k_pool, v_pool, tables, base, start, out, lse, *, keys_or_results, **scratch
 ) -> None:
     row, head, nth = (lax.axis_index(name) for name in ("row", "head", "split"))
     low, high = _seen(spec, base[row], start[row])
     first, steps = _blocks(low, high, nth)
-    k_s, out_s = k_or_out
+    k_s, results = keys_or_results
     entries = partial(_entries, spec, tables, row, base[row])
+    pools = (k_pool, k_s, scratch["k_here"]), (v_pool, scratch["v_s"], scratch["v_here"])
+    fetch = partial(_fetch, spec, pools, head, first)
 
-    @pl.when(lax.axis_index("warpgroup") == 0)
+    @pl.when(steps > 0)
     def _() -> None:
-        @pl.when(steps > 0)
-        def _() -> None:
-            compat.barrier_wait(scratch["q_here"])
-            sums = _consume(spec, first, steps, low, high, entries, k_s, **scratch)
-            places = pl.ds(pl.multiple_of(head * spec.group, 8), spec.group)
-            to = out.at[row, nth, places], lse.at[row, nth, places]
-            _store(spec, sums, out_s, scratch["lse_s"], *to)
+        queries = scratch["q_s"].at[pl.ds(0, spec.group)]
+        compat.copy_gmem_to_smem(q.at[row, head], queries, scratch["q_here"])
+        for step in range(STAGES[spec.dim]):
 
-    @pl.when(lax.axis_index("warpgroup") == 1)
-    def _() -> None:
-        @pl.when(steps > 0)
-        def _() -> None:
-            to = scratch["q_s"].at[pl.ds(0, spec.group)]
-            compat.copy_gmem_to_smem(q.at[row, head], to, scratch["q_here"])
+            @pl.when(step < steps)
+            def _(step: int = step) -> None:
+                fetch(step, entries(first + step))
 
-        pools = (k_pool, k_s, scratch["k_here"]), (v_pool, scratch["v_s"], scratch["v_here"])
-        _produce(spec, first, steps, head, entries, pools, scratch["used"])
+        compat.barrier_wait(scratch["q_here"])
+        sums = _consume(spec, first, steps, low, high, entries, fetch, k_s, **scratch)
+        places = pl.ds(pl.multiple_of(head * spec.group, 8), spec.group)
+        to = out.at[row, nth, places], lse.at[row, nth, places]
+        _store(spec, sums, *results, *to)
 
 
 def _entries(spec: Spec, tables, row, base, block) -> list[jax.Array]:
@@ -219,36 +214,30 @@ def _entries(spec: Spec, tables, row, base, block) -> list[jax.Array]:
     ]
 
 
-def _produce(spec: Spec, first, steps, head, entries, pools, used) -> None:
-    """Fetch the pages of every step, as far ahead as there is room; page 0 stands in for "none"."""
-    stages, rows = STAGES[spec.dim], min(BLOCK, spec.page)
-
-    @pl.loop(0, steps)
-    def _(step) -> None:
-        slot = lax.rem(step, stages)
-
-        @pl.when(step >= stages)
-        def _() -> None:
-            compat.barrier_wait(used.at[slot])
-
-        offset = pl.multiple_of(lax.rem((first + step) * BLOCK, spec.page), rows)
-        for i, page in enumerate(entries(first + step)):
-            for pool, shared, here in pools:
-                source = pool.at[page, head, pl.ds(offset if spec.page > BLOCK else 0, rows)]
-                to = shared.at[slot, pl.ds(i * rows, rows)]
-                compat.copy_gmem_to_smem(source, to, here.at[slot])
+def _fetch(spec: Spec, pools, head, first, step, pages) -> None:
+    """Start the copies of a step's pages to its slot; page 0 stands in where there is none."""
+    slot, rows = lax.rem(step, STAGES[spec.dim]), min(BLOCK, spec.page)
+    offset = 0
+    if spec.page > BLOCK:
+        offset = pl.multiple_of(lax.rem((first + step) * BLOCK, spec.page), BLOCK)
+    for pool, shared, here in pools:
+        for i, page in enumerate(pages):
+            source = pool.at[page, head, pl.ds(offset, rows)]
+            to = shared.at[slot, pl.ds(i * rows, rows)]
+            compat.copy_gmem_to_smem(source, to, here.at[slot])
 
 
 def _consume(
-    spec: Spec, first, steps, low, high, entries, k_s, *, q_s, v_s, k_here, v_here, used, spare, **_
+    spec: Spec, first, steps, low, high, entries, fetch, k_s, *, q_s, v_s, k_here, v_here, spare, **_
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The online softmax over the steps: (weighted values[64, dim], maxima[64], totals[64])."""
-    spare = spare[0] if spare else None
+    stages, spare = STAGES[spec.dim], spare[0] if spare else None
 
     def body(step, carry):
         acc, top, total = carry
-        slot, block = lax.rem(step, STAGES[spec.dim]), first + step
-        pages, begin = entries(block), block * BLOCK
+        slot, begin = lax.rem(step, stages), (first + step) * BLOCK
+        # Read before the wait, which hides how long the tables take.
+        pages, later_pages = entries(first + step), entries(first + step + stages)
         whole = (begin >= low) & (begin + BLOCK <= high)
         for page in pages:
             whole &= page > 0
@@ -270,12 +259,19 @@ def _consume(
 
         @pl.when(~whole)  # unseen places may hold NaN, and 0 * NaN is NaN
         def _() -> None:
-            v = compat.load(v_s.at[slot])
-            v_s[slot] = jnp.where(_mask(pages, begin, low, high, v.shape, 0), v, jnp.zeros_like(v))
+            seen = _mask(pages, begin, low, high, (BLOCK, BLOCK), 0)
+            for column in range(0, spec.dim, BLOCK):  # in parts, for want of registers
+                part = v_s.at[slot, :, pl.ds(column, BLOCK)]
+                v = compat.load(part)
+                part[...] = jnp.where(seen, v, jnp.zeros_like(v))
             compat.commit_smem()
 
         acc = compat.add_matmul(acc, p.astype(jnp.bfloat16), v_s.at[slot], spare)
-        compat.barrier_arrive(used.at[slot])
+
+        @pl.when(step + stages < steps)
+        def _() -> None:
+            fetch(step + stages, later_pages)
+
         return acc, new_top, total
 
     sums = compat.full((ROWS, spec.dim), 0), compat.full((ROWS,), _LOWEST), compat.full((ROWS,), 0)
@@ -310,7 +306,6 @@ def _merge(spec: Spec, with_sinks: bool) -> Any:
     return compat.kernel(
         partial(_merge_body, spec, with_sinks),
         fast_math=True,
-        threads=1,
         out_type=jax.ShapeDtypeStruct((spec.rows, spec.padded, spec.dim), jnp.bfloat16),
         grid=grid,
         grid_names=("row", "tile", "columns"),
