@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter_state
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
@@ -83,14 +83,22 @@ def interpreted() -> bool:
 
 
 @contextmanager
-def interpreter(*, detect_races: bool = True) -> Iterator[Callable[[], bool]]:
-    """Kernels traced inside run on this CPU, slowly; yields a question: was there a race?"""
-    params = mosaic.InterpretGPUParams(detect_races=detect_races)
+def interpreter() -> Iterator[Callable[[], bool]]:
+    """Kernels traced inside run on this CPU, slowly; yields a question: was there a race so far?"""
+    states: list[Any] = []  # one of each kernel that ran; the interpreter keeps the last one only
+    make_state = gpu_callbacks.GPURaceDetectionState
+
+    def recorded(**options: Any) -> Any:
+        states.append(make_state(**options))
+        return states[-1]
+
+    gpu_callbacks.GPURaceDetectionState = recorded
     try:
-        with mosaic.force_gpu_interpret_mode(params):
-            yield lambda: bool(interpreter_state.get_races().races_found)
+        with mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams(detect_races=True)):
+            yield lambda: any(state.races_found for state in states)
     finally:
-        interpreter_state.reset_gpu_interpret_mode_state()
+        gpu_callbacks.GPURaceDetectionState = make_state
+        gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 @contextmanager

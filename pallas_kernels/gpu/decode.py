@@ -139,6 +139,11 @@ def _blocks(low: jax.Array, high: jax.Array, nth: jax.Array) -> tuple[jax.Array,
     return first, jnp.maximum(end - first, 0)
 
 
+def _splits(low: jax.Array, high: jax.Array) -> jax.Array:
+    """How many splits the keys low <= j < high touch."""
+    return jnp.maximum(lax.div(high + SPLIT - 1, SPLIT) - lax.div(low, SPLIT), 0)
+
+
 def _decode(spec: Spec) -> Any:
     """(partial f32[rows, splits, padded, dim], base-2 log-sum-exp f32[rows, splits, padded]).
 
@@ -317,7 +322,7 @@ def _merge_body(spec: Spec, with_sinks: bool, partial_out, lse, base, start, *re
     row, tile, column = (lax.axis_index(name) for name in ("row", "tile", "columns"))
     rows, columns = pl.ds(tile * ROWS, ROWS), pl.ds(column * MERGE_COLUMNS, MERGE_COLUMNS)
     low, high = _seen(spec, base[row], start[row])
-    splits = jnp.maximum(lax.div(high + SPLIT - 1, SPLIT) - lax.div(low, SPLIT), 0)
+    splits = _splits(low, high)
 
     def body(nth, carry):
         acc, top, total = carry
