@@ -1,7 +1,7 @@
 """Every use of an unstable API by the GPU kernels: Mosaic GPU, its interpreter, abstract devices.
 
 The kernels say here what they mean; what a version of JAX calls it is this file's matter alone.
-Works with jax 0.11.2. Called by the kernels, by dispatch.py and by the tests; never imports a kernel.
+Works with jax 0.11.2 and 0.12.0.1. Called by the kernels, by dispatch.py and by the tests; never imports a kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 def load(ref: Any, layout: Any = TILE) -> jax.Array:
     """The array behind `ref`, in shared memory or not, in registers."""
     return mosaic.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Put what is in registers to `ref`, in shared memory or not."""
+    if hasattr(mosaic, "store"):  # jax 0.12; before that, a plain assignment took any layout
+        mosaic.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def iota(shape: tuple[int, int], axis: int) -> jax.Array:

@@ -343,4 +343,4 @@ def _merge_body(spec: Spec, with_sinks: bool, partial_out, lse, base, start, *re
     acc, top, total = lax.fori_loop(0, splits, body, (acc, top, total))
     total = jnp.where(total == 0, 1.0, total)  # no keys: zeros
     out = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(jnp.bfloat16)
-    refs[-1][row, rows, columns] = out
+    compat.store(refs[-1].at[row, rows, columns], out)
