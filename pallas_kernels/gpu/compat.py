@@ -113,6 +113,7 @@ def interpreter() -> Iterator[Callable[[], bool]]:
 def abstract_gpu(kind: str = "NVIDIA H200", cores: int = 132) -> Iterator[None]:
     """Functions traced and lowered inside are for such a GPU, which this machine need not have."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")  # type: ignore[attr-defined]
-    mesh = jax.sharding.AbstractMesh((1,), ("gpu",), abstract_device=device)  # type: ignore[call-arg]
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("gpu",), auto, abstract_device=device)  # type: ignore[call-arg]
     with jax.sharding.use_abstract_mesh(mesh):
         yield

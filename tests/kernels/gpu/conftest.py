@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_SECONDS = 120
+_SECONDS = 60
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 OPCODES = ("HGMMA", "UTMALDG", "LDL", "STL")
 _TARGET = Path(__file__).with_name("h200_target.txtpb")
+
+
+def missing() -> str:
+    """Why nothing can be compiled here; "" when it can."""
+    wheels = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
+    absent = []
+    for wheel in wheels:
+        try:
+            version(wheel)
+        except PackageNotFoundError:
+            absent.append(wheel)
+    return f"{', '.join(absent)} not installed: run make test-gpu-compile" if absent else ""
 
 
 def prepare(folder: Path) -> None:
