@@ -59,7 +59,9 @@ def paged_attention(
         raise ValueError(f"sinks{sinks.shape} do not fit: q{q.shape} needs one of each head")
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     pools = (k_pool, v_pool)
-    form = choose("paged_attention", impl, q, *pools, mosaic=lambda: _decode().unsupported(q, *pools))
+    form = choose(
+        "paged_attention", impl, q, *pools, mosaic=lambda: _decode().unsupported(q, *pools)
+    )
     module = {"reference": reference, "native": native}.get(form) or _decode()
     return module.paged_attention(
         q, k_pool, v_pool, tables, base, start, sinks, scale=scale, window=window, softcap=softcap

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax._src import config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu
 
+mosaic: Any = mosaic_gpu  # its annotations do not fit its own use
+callbacks: Any = gpu_callbacks
 SMEM, Barrier, RefUnion = mosaic.SMEM, mosaic.Barrier, mosaic.RefUnion
 barrier_wait = mosaic.barrier_wait
 commit_smem, wait_smem_to_gmem = mosaic.commit_smem, mosaic.wait_smem_to_gmem
@@ -59,10 +61,12 @@ def iota(shape: tuple[int, int], axis: int) -> jax.Array:
 
 def full(shape: tuple[int, ...], value: float) -> jax.Array:
     """float32[shape] in registers, every place `value`."""
-    return mosaic.layout_cast(jnp.full(shape, value, jnp.float32), TILE if len(shape) == 2 else TILE_ROWS)
+    return mosaic.layout_cast(
+        jnp.full(shape, value, jnp.float32), TILE if len(shape) == 2 else TILE_ROWS
+    )
 
 
-def matmul(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
+def matmul(a: Any, b: Any, shape: tuple[int, ...]) -> jax.Array:
     """float32[shape]: a @ b by wgmma; b is in shared memory, a there or in registers."""
 
     def run(acc: Any) -> jax.Array:
@@ -81,7 +85,7 @@ def add_matmul(acc: jax.Array, a: jax.Array, b: Any, spare: Any) -> jax.Array:
     if spare is not None:
         spare[...] = a
         commit_smem()
-        return acc + matmul(spare, b, acc.shape)  # type: ignore[arg-type]
+        return acc + matmul(spare, b, acc.shape)
     return pl.run_state(lambda ref: mosaic.wgmma(ref, a, b))(mosaic.ACC.init(acc))
 
 
@@ -94,19 +98,19 @@ def interpreted() -> bool:
 def interpreter() -> Iterator[Callable[[], bool]]:
     """Kernels traced inside run on this CPU, slowly; yields a question: was there a race so far?"""
     states: list[Any] = []  # one of each kernel that ran; the interpreter keeps the last one only
-    make_state = gpu_callbacks.GPURaceDetectionState
+    make_state = callbacks.GPURaceDetectionState
 
     def recorded(**options: Any) -> Any:
         states.append(make_state(**options))
         return states[-1]
 
-    gpu_callbacks.GPURaceDetectionState = recorded
+    callbacks.GPURaceDetectionState = recorded
     try:
         with mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams(detect_races=True)):
             yield lambda: any(state.races_found for state in states)
     finally:
-        gpu_callbacks.GPURaceDetectionState = make_state
-        gpu_callbacks.reset_gpu_interpret_mode_state()
+        callbacks.GPURaceDetectionState = make_state
+        callbacks.reset_gpu_interpret_mode_state()
 
 
 @contextmanager

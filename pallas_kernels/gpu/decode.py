@@ -183,7 +183,7 @@ def _decode_body(
     row, head, nth = (lax.axis_index(name) for name in ("row", "head", "split"))
     low, high = _seen(spec, base[row], start[row])
     first, steps = _blocks(low, high, nth)
-    k_s, results = keys_or_results
+    k_s, (out_s, lse_s) = keys_or_results
     entries = partial(_entries, spec, tables, row, base[row])
     pools = (k_pool, k_s, scratch["k_here"]), (v_pool, scratch["v_s"], scratch["v_here"])
     fetch = partial(_fetch, spec, pools, head, first)
@@ -199,10 +199,9 @@ def _decode_body(
                 fetch(step, entries(first + step))
 
         compat.barrier_wait(scratch["q_here"])
-        sums = _consume(spec, first, steps, low, high, entries, fetch, k_s, **scratch)
+        sums = _consume(spec, (first, steps), (low, high), entries, fetch, k_s, **scratch)
         places = pl.ds(pl.multiple_of(head * spec.group, 8), spec.group)
-        to = out.at[row, nth, places], lse.at[row, nth, places]
-        _store(spec, sums, *results, *to)
+        _store(spec, sums, out_s, lse_s, out.at[row, nth, places], lse.at[row, nth, places])
 
 
 def _entries(spec: Spec, tables, row, base, block) -> list[jax.Array]:
@@ -233,9 +232,10 @@ def _fetch(spec: Spec, pools, head, first, step, pages) -> None:
 
 
 def _consume(
-    spec: Spec, first, steps, low, high, entries, fetch, k_s, *, q_s, v_s, k_here, v_here, spare, **_
+    spec: Spec, span, keys, entries, fetch, k_s, *, q_s, v_s, k_here, v_here, spare, **_
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The online softmax over the steps: (weighted values[64, dim], maxima[64], totals[64])."""
+    (first, steps), (low, high) = span, keys
     stages, spare = STAGES[spec.dim], spare[0] if spare else None
 
     def body(step, carry):
@@ -253,7 +253,7 @@ def _consume(
         s = lax.cond(
             whole,
             lambda: s * _LOG2_E,
-            lambda: jnp.where(_mask(pages, begin, low, high, s.shape, 1), s * _LOG2_E, _LOWEST),
+            lambda: jnp.where(_mask(pages, begin, keys, s.shape, 1), s * _LOG2_E, _LOWEST),
         )
         new_top = jnp.maximum(top, s.max(axis=1))
         fade = jnp.exp2(top - new_top)
@@ -264,7 +264,7 @@ def _consume(
 
         @pl.when(~whole)  # unseen places may hold NaN, and 0 * NaN is NaN
         def _() -> None:
-            seen = _mask(pages, begin, low, high, (BLOCK, BLOCK), 0)
+            seen = _mask(pages, begin, keys, (BLOCK, BLOCK), 0)
             for column in range(0, spec.dim, BLOCK):  # in parts, for want of registers
                 part = v_s.at[slot, :, pl.ds(column, BLOCK)]
                 v = compat.load(part)
@@ -283,9 +283,9 @@ def _consume(
     return lax.fori_loop(0, steps, body, sums)
 
 
-def _mask(pages, begin, low, high, shape, axis) -> jax.Array:
-    """bool[shape]: which keys, counted along `axis`, are seen."""
-    place = compat.iota(shape, axis)
+def _mask(pages, begin, keys, shape, axis) -> jax.Array:
+    """bool[shape]: which keys of the block at `begin`, counted along `axis`, are seen."""
+    place, (low, high) = compat.iota(shape, axis), keys
     seen = (place + begin >= low) & (place + begin < high)
     for i, page in enumerate(pages):
         rows = BLOCK // len(pages)

@@ -59,9 +59,7 @@ def compile_for_h200(function: Callable[..., Any], shapes: Any, **jit_options: A
         topology="1x1x1",
     )
     device = SingleDeviceSharding(topology.devices[0])
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes
-    )
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
     with compat.abstract_gpu():
         traced = jax.jit(function, **jit_options).trace(*placed)
         return traced.lower(lowering_platforms=("cuda",)).compile()

@@ -66,7 +66,8 @@ def decode_step(raw: dict[str, Any]) -> tuple[Any, list[Any], int]:
     pages = (ROWS * KEYS // PAGE + 1,) * len(specs)
     caches = cache_shapes(specs, pages, PAGE, len(config.layers))
     slots = (ROWS + 1, config.vocab_size)
-    state = DeviceState(
+    make: Any = DeviceState  # of shapes, not of arrays
+    state = make(
         caches=caches,
         last_token=jax.ShapeDtypeStruct(slots[:1], jnp.int32),
         counts=jax.ShapeDtypeStruct(slots, jnp.int32),

@@ -77,7 +77,9 @@ def test_resources(compiled: dict[str, Any], name: str) -> None:
     table = TABLE.get(jax.__version__)
     if table is None:
         pytest.skip(f"resources.json is of jax {', '.join(TABLE)}, not {jax.__version__}")
-    assert kernels == table[name], f"write it to resources.json if it is meant: {json.dumps(kernels)}"
+    assert kernels == table[name], (
+        f"write it to resources.json if it is meant: {json.dumps(kernels)}"
+    )
 
 
 def test_two_blocks_share_a_core_up_to_head_dim_128(compiled: dict[str, Any]) -> None:

@@ -93,7 +93,9 @@ def long_row(**options) -> Case:
         for j in range(keys):
             pool[tables[0, j // 16], :, j % 16] = rng.normal(size=(1, 64))
     tables[0, -(-keys // 16) :] = 0
-    return Case((q, *pools, tables, base, np.array([keys - 1], np.int32)), case.options, np.ones(1, int))
+    return Case(
+        (q, *pools, tables, base, np.array([keys - 1], np.int32)), case.options, np.ones(1, int)
+    )
 
 
 def test_several_splits(short_splits) -> None:
