@@ -14,8 +14,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,15 +67,16 @@ class Report:
     failures: list[str] = field(default_factory=list)
     copy: float = 0.0  # bytes a second
 
-    @contextmanager
-    def item(self, name: str) -> Iterator[None]:
-        """Runs an item; what goes wrong is kept as a line."""
+    def attempt(self, name: str, run: Callable[[], object]) -> bool:
+        """Runs an item; what goes wrong is kept as a line. False if something did."""
         try:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("no time left")
-            yield
+            run()
         except Exception as error:  # an item never stops the rest
             self.failures.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+            return False
+        return True
 
     def timed(self, name: str, traffic: int, call: Callable[[], Any]) -> float:
         """Adds the line of a call that moves `traffic` bytes; returns bytes a second."""
@@ -105,15 +106,14 @@ def measure_copy(report: Report) -> None:
     import jax
     import jax.numpy as jnp
 
-    with report.item("copy"):
-        x = jnp.zeros((1 << (18 if report.dry else 29),), jnp.float32)
-        add = jax.jit(lambda a: a + 1)
-        report.copy = report.timed("copy (read and write)", 2 * x.nbytes, lambda: add(x))
-        report.rows[-1].of_copy = 1.0
+    x = jnp.zeros((1 << (18 if report.dry else 29),), jnp.float32)
+    add = jax.jit(lambda a: a + 1)
+    report.copy = report.timed("copy (read and write)", 2 * x.nbytes, lambda: add(x))
+    report.rows[-1].of_copy = 1.0
 
 
-def check_decode(report: Report) -> bool:
-    """Compares every case with the float64 oracle; False if one is wrong."""
+def check_decode(report: Report, name: str, options: dict[str, Any]) -> None:
+    """Compares a case with the float64 oracle; ValueError if it is wrong."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -121,55 +121,61 @@ def check_decode(report: Report) -> bool:
     import pallas_kernels
     from tests.kernels.oracle import Case, attention, make_case, real
 
-    right = True
-    for options in DRY_CASES if report.dry else CASES:
-        name = f"paged decode is right: {options}"
-        before = len(report.failures)
-        with report.item(name):
-            case = make_case(time.time_ns() % 2**32, queries=1, **options)
-            case.lengths[:] = 1
-            arrays = [x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in case.arrays]
-            op = partial(pallas_kernels.paged_attention, impl="mosaic", **case.options)
-            out = np.asarray(jax.jit(lambda *a, op=op: op(*a))(*arrays), np.float64)
-            floats = [x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
-            want = real(case, attention(Case(tuple(floats), case.options, case.lengths)))
-            error = float(np.abs(real(case, out) - want).max())
-            report.rows.append(Row(name, error))
-            if not error < 1e-2:
-                raise ValueError(f"differs from float64 by {error:.1e}")
-        right &= len(report.failures) == before
-    return right
+    case = make_case(time.time_ns() % 2**32, queries=1, **options)
+    case.lengths[:] = 1
+    arrays = [x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in case.arrays]
+    op = partial(pallas_kernels.paged_attention, impl="mosaic", **case.options)
+    out = np.asarray(jax.jit(lambda *a: op(*a))(*arrays), np.float64)
+    floats = [x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    want = real(case, attention(Case(tuple(floats), case.options, case.lengths)))
+    error = float(np.abs(real(case, out) - want).max())
+    report.rows.append(Row(name, error))
+    if not error < 1e-2:
+        raise ValueError(f"differs from float64 by {error:.1e}")
 
 
-def time_decode(report: Report) -> None:
+def time_decode(report: Report, name: str, shape: tuple[int, ...]) -> None:
     """The kernel, the reference form, and cuDNN on keys that lie in one piece."""
     import jax
     import jax.numpy as jnp
 
     import pallas_kernels
 
+    rows, keys, heads, kv_heads, dim, page = shape
+    pages = keys // page
+    random = jax.random.key(0)
+    q = jax.random.normal(random, (rows, 1, heads, dim), jnp.bfloat16)
+    pool = jax.random.normal(random, (rows * pages + 1, kv_heads, page, dim), jnp.bfloat16)
+    tables = jax.random.permutation(random, rows * pages).reshape(rows, pages) + 1
+    base = jnp.zeros(rows, jnp.int32)
+    arrays = (q, pool, pool + 1, tables.astype(jnp.int32), base, base + keys - 1)
+    traffic = 2 * rows * keys * kv_heads * dim * 2 + 2 * q.nbytes
+
+    def timed(what: str, call: Callable[[], Any]) -> None:
+        item = f"{what}: {name}"
+        report.attempt(item, partial(report.timed, item, traffic, call))
+
+    for impl in ("mosaic", "reference"):
+        op = partial(pallas_kernels.paged_attention, scale=dim**-0.5, impl=impl)
+        timed(f"paged decode, {impl}", partial(jax.jit(lambda *a, op=op: op(*a)), *arrays))
+    if not report.dry:
+        k, v = jax.random.normal(random, (2, rows, keys, kv_heads, dim), jnp.bfloat16)
+        attend = jax.jit(partial(jax.nn.dot_product_attention, implementation="cudnn"))
+        timed("cuDNN, keys in one piece", partial(attend, q, k, v))
+
+
+def measure(report: Report) -> None:
+    """Everything: the ceiling, what is right, and how fast it is."""
+    report.attempt("copy", partial(measure_copy, report))
+    right = True
+    for options in DRY_CASES if report.dry else CASES:
+        name = f"paged decode is right: {options}"
+        right &= report.attempt(name, partial(check_decode, report, name, options))
+    if not right:
+        report.failures.append("paged decode is not timed: it is not known to be right")
+        return
     for name, shape in (DRY if report.dry else SHAPES).items():
-        rows, keys, heads, kv_heads, dim, page = shape
-        pages = keys // page
-        random = jax.random.key(0)
-        q = jax.random.normal(random, (rows, 1, heads, dim), jnp.bfloat16)
-        pool = jax.random.normal(random, (rows * pages + 1, kv_heads, page, dim), jnp.bfloat16)
-        tables = jax.random.permutation(random, rows * pages).reshape(rows, pages) + 1
-        base = jnp.zeros(rows, jnp.int32)
-        arrays = (q, pool, pool + 1, tables.astype(jnp.int32), base, base + keys - 1)
-        traffic = 2 * rows * keys * kv_heads * dim * 2 + 2 * q.nbytes
-        for impl in ("mosaic", "reference"):
-            op = partial(pallas_kernels.paged_attention, scale=dim**-0.5, impl=impl)
-            jitted = jax.jit(lambda *a, op=op: op(*a))
-            with report.item(f"paged decode, {impl}: {name}"):
-                call = partial(jitted, *arrays)
-                report.timed(f"paged decode, {impl}: {name}", traffic, call)
-        with report.item(f"cuDNN, keys in one piece: {name}"):
-            if report.dry:
-                continue
-            k, v = jax.random.normal(random, (2, rows, keys, kv_heads, dim), jnp.bfloat16)
-            attend = jax.jit(partial(jax.nn.dot_product_attention, implementation="cudnn"))
-            report.timed(f"cuDNN, keys in one piece: {name}", traffic, partial(attend, q, k, v))
+        report.attempt(name, partial(time_decode, report, name, shape))
 
 
 def show(report: Report) -> None:
@@ -211,11 +217,7 @@ def main() -> int:
     print(f"jax {jax.__version__}, {device.device_kind}")
     report = Report(options.dry, time.monotonic() + options.seconds)
     with compat.interpreter() if options.dry else nullcontext():
-        measure_copy(report)
-        if check_decode(report):
-            time_decode(report)
-        else:
-            report.failures.append("paged decode is not timed: it is not known to be right")
+        measure(report)
     show(report)
     if options.out:
         facts = {"jax": jax.__version__, "device": device.device_kind, **asdict(report)}
