@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -78,3 +80,16 @@ def test_gpus_want_it_and_cpus_only_interpret_it(counted, caplog) -> None:
     pallas_kernels.rms_norm(jnp.ones((2, 8)), jnp.ones(8), 1e-6, impl="mosaic")
     assert pallas_kernels.fallbacks() == {"rms_norm": 1}
     assert "no Mosaic kernel" in caplog.text
+
+
+def test_cpus_never_import_mosaic(counted) -> None:
+    assert pallas_kernels.describe()["mosaic"] == "not used on this platform"
+    code = (
+        "import sys, jax.numpy as jnp, pallas_kernels as k; "
+        "x, i = jnp.ones((1, 1, 2, 64)), jnp.zeros(1, int); "
+        "k.paged_attention(x, *[jnp.ones((2, 1, 16, 64))] * 2, i[None], i, i, scale=1.0); "
+        "print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
