@@ -67,7 +67,10 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
 
 
 def matmul(a: Any, b: Any, shape: tuple[int, ...]) -> jax.Array:
-    """float32[shape]: a @ b by wgmma; b is in shared memory, a there or in registers."""
+    """float32[shape]: a @ b by wgmma, both in shared memory."""
+
+    if interpreted():
+        load(a)  # the interpreter looks for races in loads, not in wgmma
 
     def run(acc: Any) -> jax.Array:
         mosaic.wgmma(acc, a, b)
@@ -85,6 +88,7 @@ def add_matmul(acc: jax.Array, a: jax.Array, b: Any, spare: Any) -> jax.Array:
     if spare is not None:
         spare[...] = a
         commit_smem()
+        load(b)
         return acc + matmul(spare, b, acc.shape)
     return pl.run_state(lambda ref: mosaic.wgmma(ref, a, b))(mosaic.ACC.init(acc))
 

@@ -82,7 +82,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def long_row(**options) -> Case:
-    """One row of 370 keys in pages of 16, its table wider than it needs."""
+    """One row of 370 keys in pages of 16, its table wider than it needs; few keys weigh much."""
     keys, pages = 370, 26
     case = bf16_case(**SMALL | {"pages": pages}, **options)
     q, k_pool, v_pool, tables, base, _ = case.arrays
@@ -93,9 +93,8 @@ def long_row(**options) -> Case:
         for j in range(keys):
             pool[tables[0, j // 16], :, j % 16] = rng.normal(size=(1, 64))
     tables[0, -(-keys // 16) :] = 0
-    return Case(
-        (q, *pools, tables, base, np.array([keys - 1], np.int32)), case.options, np.ones(1, int)
-    )
+    arrays = (4 * q, *pools, tables, base, np.array([keys - 1], np.int32))
+    return Case(arrays, case.options, np.ones(1, int))
 
 
 def test_several_splits(short_splits) -> None:
