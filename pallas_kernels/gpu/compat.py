@@ -87,8 +87,8 @@ def add_matmul(acc: jax.Array, a: jax.Array, b: Any, spare: Any) -> jax.Array:
     """
     if spare is not None:
         spare[...] = a
-        commit_smem()
         load(b)
+        commit_smem()
         return acc + matmul(spare, b, acc.shape)
     return pl.run_state(lambda ref: mosaic.wgmma(ref, a, b))(mosaic.ACC.init(acc))
 
