@@ -1,6 +1,6 @@
 # The project's commands; each sets up what it needs first. POSIX sh only.
 .POSIX:
-.PHONY: setup run test test-clients check bench clean
+.PHONY: setup run test test-clients test-gpu-compile check bench clean
 
 BIN = .venv/bin
 QUESTION = What is the capital of France?
@@ -18,7 +18,7 @@ run: setup
 # some of whose tests look at the clock. The tests on real weights need the demo model: it is fetched once;
 # where it cannot be had, the rest still runs.
 test: setup
-	@marks="not slow and not gpu and not torch and not clients"; \
+	@marks="not slow and not gpu and not gpu_compile and not torch and not clients"; \
 	if ! $(BIN)/python -c "from jaxinfer.weights.demo import fetch_demo; fetch_demo()"; then \
 		marks="$$marks and not demo"; \
 		echo "test: the demo model could not be fetched, so the tests marked 'demo' are left out"; \
@@ -48,6 +48,12 @@ test-clients: setup
 	fi; \
 	$(BIN)/python -m pytest -q -m "$$marks" -k "$$names" --clients=.venv-clients --durations=10
 
+# The GPU kernels with the JAX of the GPU machines: interpreted, lowered, and compiled for an H200
+# without one: some 3 minutes after 2 of installing.
+test-gpu-compile:
+	@sh .ci/gpu-compile .venv-gpu
+	@.venv-gpu/bin/python -m pytest -q -m "gpu_compile or not slow" tests/kernels/gpu --durations=5
+
 check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -59,4 +65,4 @@ bench: setup
 	@$(BIN)/python bench/compare.py
 
 clean:
-	@rm -rf .venv .venv-clients .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-clients .venv-gpu .pytest_cache .ruff_cache .hypothesis build dist

@@ -6,6 +6,8 @@ weight: pools are updated in place when the caller donates them.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -56,10 +58,21 @@ def paged_attention(
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks{sinks.shape} do not fit: q{q.shape} needs one of each head")
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    form = native if choose("paged_attention", impl, q, k_pool, v_pool) == "native" else reference
-    return form.paged_attention(
+    pools = (k_pool, v_pool)
+    form = choose(
+        "paged_attention", impl, q, *pools, mosaic=lambda: _decode().unsupported(q, *pools)
+    )
+    module = {"reference": reference, "native": native}.get(form) or _decode()
+    return module.paged_attention(
         q, k_pool, v_pool, tables, base, start, sinks, scale=scale, window=window, softcap=softcap
     )
+
+
+def _decode() -> ModuleType:
+    """The GPU's decode kernel; imported where it is wanted, for it brings Mosaic along."""
+    from pallas_kernels.gpu import decode
+
+    return decode
 
 
 def latent_attention(
