@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -27,6 +26,8 @@ from typing import Any
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+
+from serving.bench import report
 
 HERE = Path(__file__).resolve().parent
 Run = dict[str, Any]
@@ -179,11 +180,7 @@ def table(results: dict[str, Run]) -> Table:
 
 
 def machine() -> Run:
-    """What ran this, without its name."""
-    cpuinfo, meminfo = Path("/proc/cpuinfo"), Path("/proc/meminfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
-    memory = int(meminfo.read_text().split()[1]) // (1 << 20) if meminfo.exists() else None
+    """What ran this, without its name, and the commit that was measured."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=HERE,
@@ -191,14 +188,8 @@ def machine() -> Run:
         text=True,
         check=False,
     )
-    return {
-        "cpu": model or platform.processor(),
-        "cores": os.cpu_count(),
-        "memory_gb": memory,
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-    }
+    python = {"python": platform.python_version(), "commit": commit.stdout.strip()}
+    return report.machine() | python
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 WARMUPS = ("lazy", "eager")
 CHECKPOINT_POLICIES = ("none", "align", "branch", "second-hit", "declared")
 REPLAYS = ("tolerant", "exact")
-EXACT_BLOCK = 64  # tokens of a canonical chunk: specs of the delta rule's chunk form
+EXACT_BLOCK = 64  # tokens that exact replay computes at once: pallas_kernels.EXACT, without JAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.config import ALIASES, FIXED, EngineConfig, engine_config
+import pallas_kernels
+from jaxinfer.config import ALIASES, EXACT_BLOCK, FIXED, EngineConfig, engine_config
 from jaxinfer.errors import ConfigError
 
 
@@ -102,3 +103,7 @@ def test_other_names_of_dtypes(alias: str, dtype: str) -> None:
 def test_the_smallest_reusable_unit(options: dict[str, Any], plain: int, recurrent: int) -> None:
     config = EngineConfig(**options)
     assert (config.reusable_unit(False), config.reusable_unit(True)) == (plain, recurrent)
+
+
+def test_exact_replay_cuts_blocks_as_the_kernel_takes_them():
+    assert EngineConfig(replay="exact").block == EXACT_BLOCK == pallas_kernels.EXACT

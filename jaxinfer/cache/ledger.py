@@ -8,6 +8,7 @@ methods the scheduler calls.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class KindCounters:
     shortened: int = 0
 
 
-class Ledger:
+class Ledger(ABC):
     """Pages of all kinds behind one door: allocation, sharing, working slots and checkpoints."""
 
     def __init__(self, specs: Sequence[CacheSpec], page_size: int, pools: Sequence[Pool]) -> None:
@@ -70,9 +71,9 @@ class Ledger:
         self._idle: list[OrderedDict[int, Node]] = [OrderedDict() for _ in specs]
         self._counters = tuple(KindCounters() for _ in specs)
 
+    @abstractmethod
     def evict(self, kind: int, count: int) -> None:
         """Free the `count` longest unused pages of a kind (at most `evictable(kind)`)."""
-        raise NotImplementedError
 
     # -- pages ---------------------------------------------------------------------------------
 

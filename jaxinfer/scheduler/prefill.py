@@ -15,9 +15,8 @@ from jaxinfer.scheduler.pages import Pages
 from jaxinfer.scheduler.rows import RowStore
 from jaxinfer.scheduler.sequence import Sequence
 
-Block = tuple[
-    int, int, tuple[int, ...]
-]  # first position, tokens, slot that each STATE kind keeps (0)
+# First position, tokens, and the slot that each STATE kind keeps at its end (0: none).
+Block = tuple[int, int, tuple[int, ...]]
 
 
 class Chunk(NamedTuple):
